@@ -5,11 +5,12 @@ UserError with one sentence (nearest known name for a typo). Each folder of the 
 """
 
 import difflib
+import math
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from core.errors import UserError
 
@@ -25,7 +26,7 @@ class ArithmeticConfig(Section):
 
     num_prompts: int = Field(512, ge=1, description="training rows")
     num_heldout: int = Field(64, ge=1, description="held-out rows, disjoint from the training rows")
-    max_operand: int = Field(20, ge=1, description="operands are drawn from 0..max_operand")
+    max_operand: int = Field(20, ge=1, le=10**9, description="operands are drawn from 0..max_operand")
     operations: tuple[Literal["+", "-"], ...] = Field(("+", "-"), min_length=1)
     phrasings: Literal["several", "plain"] = "several"  # plain: "What is a + b? Reply with the number only."
 
@@ -71,12 +72,20 @@ class RewardTerm(Section):
     path: Path | None = Field(None, description="python: the file")
     function: str = Field("score", description="python: the function in the file")
 
+    @field_validator("path")
+    @classmethod
+    def _from_here(cls, path: Path | None) -> Path | None:
+        """Workers run in folders of their own, so the path is made whole where the config is read."""
+        return path.absolute() if path else None
+
 
 class RewardConfig(Section):
     terms: tuple[RewardTerm, ...] = Field((RewardTerm(kind="last_number"),), min_length=1)
     num_workers: int = Field(1, ge=1)
     time_limit_s: float = Field(10.0, gt=0, description="seconds a sample")
-    max_retries: int = Field(2, ge=0, description="of a user's function that raised, before the run ends")
+    import_limit_s: float = Field(60.0, gt=0, description="seconds for the import of a user's file")
+    max_retries: int = Field(2, ge=0, description="of a user's function that raised or whose process ended, a group")
+    retry_backoff_s: float = Field(0.5, ge=0, description="before the second try; doubles, to at most 30 s")
     cpus: float = Field(0, ge=0)
 
 
@@ -91,6 +100,7 @@ class GroupingConfig(Section):
     history_discount: float = Field(0.98, gt=0, le=1, description="a step, of past rewards")
     max_shrinkage: float = Field(0.8, ge=0, le=1, description="largest weight of the cluster's mean")
     zero_variance: Literal["keep", "drop", "cap"] = "keep"
+    zero_variance_cap: float = Field(0.25, ge=0, description="largest |advantage| of a zero-variance group, for cap")
     encoder: str = "minilm"  # this name: all-MiniLM-L6-v2 from its wheel; else a folder of a BERT-style encoder
     device: Literal["cpu", "cuda"] = "cpu"
     cpus: float = Field(0, ge=0)
@@ -182,8 +192,8 @@ class Config(Section):
             raise ValueError("data.path must name a JSONL file when data.source is jsonl")
         if self.grouping.baseline == "prompt" and self.rollout.samples_per_prompt < 2:
             raise ValueError(
-                "rollout.samples_per_prompt must be at least 2 with grouping.baseline=prompt (one answer has no peers), "
-                f"got {self.rollout.samples_per_prompt}; raise it or choose grouping.baseline=semantic"
+                "rollout.samples_per_prompt must be at least 2 with grouping.baseline=prompt (one answer has no "
+                f"peers), got {self.rollout.samples_per_prompt}; raise it or choose grouping.baseline=semantic"
             )
         if self.learner.num_minibatches > self.prompts_per_step:
             raise ValueError(
@@ -192,7 +202,8 @@ class Config(Section):
             )
         if self.learner.num_ranks > self.prompts_per_step:
             raise ValueError(
-                f"learner.num_ranks must be at most prompts_per_step ({self.prompts_per_step}), got {self.learner.num_ranks}"
+                f"learner.num_ranks must be at most prompts_per_step ({self.prompts_per_step}), "
+                f"got {self.learner.num_ranks}"
             )
         if self.learner.offload == "nvme" and self.learner.nvme_path is None:
             raise ValueError("learner.nvme_path must be set when learner.offload is nvme")
@@ -202,6 +213,11 @@ class Config(Section):
             if term.kind == "python" and term.path is None:
                 raise ValueError(f"reward.terms[{position}].path must be set for kind python")
         return self
+
+    @property
+    def kl_needs_reference(self) -> bool:
+        """Whether a reference model has to exist beside the policy."""
+        return self.learner.kl_coefficient > 0
 
     @property
     def max_model_len(self) -> int:
@@ -230,7 +246,10 @@ def parse_config(tree: dict[str, Any], where: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError("; ".join(_sentence(item) for item in error.errors()) + f" ({where})") from None
+        items = error.errors()
+        blamed = [item["loc"] for item in items]
+        own = [item for item in items if item["type"] != "too_short" or not _has_inner(item["loc"], blamed)]
+        raise UserError("; ".join(_sentence(item) for item in own) + f" ({where})") from None
 
 
 def dump_config(config: Config) -> str:
@@ -261,10 +280,15 @@ def _number(value: Any) -> Any:
     """YAML 1.1 reads 1e-5 as text; people mean the number."""
     if isinstance(value, str):
         try:
-            return float(value)
+            return float(value) if math.isfinite(float(value)) else value  # a folder may be called nan
         except ValueError:
             return value
     return value
+
+
+def _has_inner(loc: tuple[Any, ...], blamed: list[tuple[Any, ...]]) -> bool:
+    """Whether something inside `loc` is blamed too: a tuple counts as too short when its items were refused."""
+    return any(len(other) > len(loc) and other[: len(loc)] == loc for other in blamed)
 
 
 def _sentence(item: Any) -> str:
@@ -274,8 +298,14 @@ def _sentence(item: Any) -> str:
         near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
         return f"unknown config key {path}; {hint}"
+    if item["type"] == "model_type":
+        return f"{path} must hold keys and values, got {item['input']!r}"
+    if item["type"] == "too_short":
+        return f"{path} must have at least {item['ctx']['min_length']} item, got {item['ctx']['actual_length']}"
     message = item["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
+    if message.startswith("input should be "):
+        return f"{path} must be {message.removeprefix('input should be ')}, got {item['input']!r}"
     return f"{path}: {message}, got {item['input']!r}" if path else message
 
 

@@ -57,7 +57,9 @@ class Group:
         for name in ("finish_reason", "text"):
             got = len(getattr(self, name))
             _check(got == num_samples, f"{name} must have {num_samples} entries, got {got}", self.group_id)
-        _check(set(self.finish_reason) <= set(FINISH_REASONS), f"finish_reason is one of {FINISH_REASONS}", self.group_id)
+        _check(
+            set(self.finish_reason) <= set(FINISH_REASONS), f"finish_reason is one of {FINISH_REASONS}", self.group_id
+        )
         _check(bool(np.all(np.isfinite(self.behavior_logprobs))), "behavior_logprobs must be finite", self.group_id)
         for field in fields(self):
             value = getattr(self, field.name)

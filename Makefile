@@ -1,0 +1,42 @@
+# `make demo` and `make test` make their environment first; `make help` lists the rest.
+SHELL := /bin/bash
+VENV := .venv
+PY := $(VENV)/bin/python
+RUN_DIR ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-gpu demo test test-fast lint types requirements clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+setup:  ## make .venv from requirements/cpu.txt and the bundled model, where missing or out of date
+	@requirements/make_venv.sh $(VENV) requirements/cpu.txt
+	@$(PY) -m policy.bundled
+
+setup-gpu:  ## make .venv-gpu from requirements/gpu.txt, on a machine with CUDA
+	@requirements/make_venv.sh .venv-gpu requirements/gpu.txt
+
+demo: setup  ## train the bundled 135M model on arithmetic, end to end, on this machine
+	@$(PY) train.py configs/laptop.yaml run_dir=$(RUN_DIR)
+
+test: setup  ## every test that needs no GPU
+	@$(PY) -m pytest -m "not gpu"
+
+test-fast: setup  ## the pure tests: no Ray, no vLLM
+	@$(PY) -m pytest -m fast
+
+lint: setup  ## ruff
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+
+types: setup  ## mypy
+	@$(PY) -m mypy
+
+requirements: setup  ## renew the pinned lists from pyproject.toml (needs uv)
+	uv pip compile pyproject.toml --extra cpu --override requirements/overrides.txt --python-version 3.11 \
+	  --no-annotate --no-header -o requirements/cpu.txt
+	uv pip compile pyproject.toml --extra gpu --python-version 3.11 --no-annotate --no-header -o requirements/gpu.txt
+
+clean:  ## remove the environment and the caches, not the runs
+	rm -rf .venv .venv-gpu .pytest_cache .mypy_cache .ruff_cache

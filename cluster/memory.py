@@ -1,0 +1,46 @@
+"""Peak memory of the processes of a run on this host."""
+
+import contextlib
+import re
+from pathlib import Path
+
+import psutil
+
+_ACTOR = re.compile(r"ray::(\w+)")
+_NAMES = {
+    "RolloutWorker": "rollout",
+    "VLLM": "rollout engine",
+    "RewardWorker": "reward",
+    "GroupingActor": "grouping",
+    "RankActor": "learner",
+}
+
+
+def peak_memory_bytes() -> dict[str, int]:
+    """Largest resident size so far of the driver, each kind of worker, and Ray's own processes together, in bytes.
+
+    Processes that have ended are not in it; on a cluster, nor are those of other hosts.
+    """
+    peaks: dict[str, int] = {}
+    me = psutil.Process()
+    for process in [me, *me.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error, OSError):
+            kind = "driver" if process == me else _kind(process)
+            size = _high_water_bytes(process.pid)
+            peaks[kind] = peaks.get(kind, 0) + size if kind == "ray" else max(peaks.get(kind, 0), size)
+    return peaks
+
+
+def _kind(process: psutil.Process) -> str:
+    title = " ".join(process.cmdline())
+    if title.startswith("VLLM"):
+        return _NAMES["VLLM"]
+    match = _ACTOR.match(title)
+    return _NAMES.get(match.group(1), "ray") if match else "ray"
+
+
+def _high_water_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

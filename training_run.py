@@ -1,0 +1,381 @@
+"""One training run: its workers, its folder, and what each word of the loop in train.py does."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from actors.crew import Weights, environment, reward_pool, rollout_pool
+from actors.flow import Flow, Scored
+from actors.grouper import Grouper
+from actors.rollout import Ask
+from cluster.memory import peak_memory_bytes
+from cluster.session import Session, end_session, start_session
+from core.checkpoint import newest_checkpoint, write_checkpoint
+from core.config import Config, dump_config
+from core.console import Console
+from core.durable import write_text
+from core.errors import RunBroken, UserError
+from core.ledger import DroppedGroup, Ledger, Reached, RunFacts, TrainedGroup
+from core.machine import Machine, read_machine
+from core.metrics import MetricsLog
+from core.plan import Plan, check_context, count_parameters, make_plan
+from data.dataset import Dataset, load_dataset
+from data.schedule import num_steps_of, prompts_of_step
+from evaluation.heldout import append_evaluation, evaluate
+from evaluation.report import write_report
+from evaluation.summary import step_metrics, summarize
+from grouping.worker import Judgement
+from learners.group import LearnerGroup
+from policy.bundled import load_tokenizer, resolve_model
+from policy.published import PublishedWeights
+from reward.worker import RewardWorker
+
+MAX_STEPS_WITHOUT_SIGNAL = 10  # steps in a row without one informative group, after which going on is a waste
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known and checked before Ray starts."""
+
+    config: Config
+    machine: Machine
+    model: Path
+    dataset: Dataset
+    num_steps: int
+    plan: Plan
+
+
+def prepare(config: Config) -> Prepared:
+    """The checked parts of a run; UserError for anything that cannot work on this machine."""
+    machine = read_machine(config.run_dir)
+    model = resolve_model(config.policy.model)
+    check_context(config, model)
+    dataset = load_dataset(config, load_tokenizer(model))
+    check_rewards(config, dataset)
+    num_steps = num_steps_of(config, len(dataset.train))
+    plan = make_plan(config, machine, model, len(dataset.train), num_steps, dataset.notes)
+    if config.cluster.address is None:
+        plan.check(machine)
+    return Prepared(config, machine, model, dataset, num_steps, plan)
+
+
+def check_rewards(config: Config, dataset: Dataset) -> None:
+    """Loads every reward here first: a bad pattern, file or reference answer is one sentence before any model loads."""
+    worker = RewardWorker(config.reward)
+    try:
+        worker.check((*dataset.train, *dataset.heldout))
+    finally:
+        worker.close()
+
+
+def describe(prepared: Prepared) -> str:
+    """The resolved plan and configuration, for --dry-run."""
+    return f"{prepared.plan.text()}\n\n{dump_config(prepared.config)}"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A step's groups with their advantages, and the seconds spent so far."""
+
+    groups: list[Scored]
+    judgement: Judgement
+
+    @property
+    def kept(self) -> list[Scored]:
+        return [item for item in self.groups if self.judgement.keep[item.ask.group_id]]
+
+
+@dataclass
+class Clock:
+    """Seconds of each phase of the step under way."""
+
+    started: float = field(default_factory=time.monotonic)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def time(self, phase: str) -> "Phase":
+        return Phase(self, phase)
+
+
+@dataclass
+class Phase:
+    clock: Clock
+    name: str
+    began: float = 0.0
+
+    def __enter__(self) -> None:
+        self.began = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        spent = time.monotonic() - self.began
+        self.clock.seconds[self.name] = self.clock.seconds.get(self.name, 0.0) + spent
+
+
+class Run:
+    """A run that is up; a context manager, so that workers, Ray and shared memory are gone however it ends."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared, self.config, self.num_steps = prepared, prepared.config, prepared.num_steps
+        self.run_dir = prepared.config.run_dir
+        self._cleanup: list[Callable[[], None]] = []
+        self._clock = Clock()
+        self._asked: set[int] = set()  # steps whose prompts were sent out
+        self._labels: dict[tuple[int, str], int] = {}
+        self._steps_without_signal = 0
+
+    def __enter__(self) -> Self:
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends what the run started, last started first."""
+        while self._cleanup:
+            self._cleanup.pop()()
+
+    # -- starting ------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self.ledger = Ledger(self.run_dir)
+        self._cleanup.append(self.ledger.close)
+        dataset = self.prepared.dataset
+        write_text(self.run_dir / "config.yaml", dump_config(self.config))
+        self.ledger.open_run(
+            RunFacts(
+                prompt_ids=tuple(prompt.prompt_id for prompt in dataset.train),
+                samples_per_prompt=self.config.rollout.samples_per_prompt,
+                prompts_per_step=self.config.prompts_per_step,
+                seed=self.config.seed,
+                max_staleness=self.config.max_staleness,
+            )
+        )
+        found = newest_checkpoint(self.run_dir)
+        self.start_step = found.step if found else 0
+        self.console = Console(self.num_steps, self.start_step)
+        self.console.__enter__()
+        self._cleanup.append(lambda: self.console.__exit__(None, None, None))
+        self._greet(found.warnings if found else [])
+        rolled_back = self.ledger.roll_back(self.start_step)
+        if rolled_back:
+            self.console.say(f"{rolled_back} groups trained after the last checkpoint are rolled back and asked again")
+        self._metrics = MetricsLog(self.run_dir)
+        self._cleanup.append(self._metrics.close)
+        self._start_workers(found.path if found else None)
+
+    def _greet(self, warnings: list[str]) -> None:
+        for line in (*self.prepared.plan.text().splitlines(), *(f"warning: {text}" for text in warnings)):
+            self.console.say(line)
+        if self.start_step:
+            self.console.say(f"going on from the checkpoint of step {self.start_step} in {self.run_dir}")
+
+    def _start_workers(self, checkpoint: Path | None) -> None:
+        """Starts every worker at once, then waits for them in the order they are needed."""
+        config, machine, model = self.config, self.prepared.machine, self.prepared.model
+        self.console.phase("starting Ray")
+        self._cleanup.append(end_session)
+        session = start_session(config.cluster, machine)
+        self._check_cluster(session)
+        self.console.say(f"Ray dashboard: {session.dashboard or 'none'}")
+        self.version = self.ledger.version_at_start()
+        self._published = PublishedWeights(self.run_dir, 4 * count_parameters(model))
+        self._cleanup.append(self._published.close)
+        self._weights = Weights(self.version, checkpoint / "policy" if checkpoint else None)
+        rollouts = rollout_pool(config, model, machine, self._weights)
+        rewards = reward_pool(config)
+        self.grouper = Grouper(config, machine, self.console.phase)
+        threads = config.learner.threads or max(1, machine.num_cores // config.learner.num_ranks)
+        self.learners = LearnerGroup(config, model, machine, environment(threads), self.console.phase)
+        self.flow = Flow(rollouts, rewards, config.deadlines, self.console.phase)
+        start_s = config.deadlines.start_s
+        rewards.wait_ready(start_s, self.console.phase)
+        if checkpoint:
+            self.grouper.restore((checkpoint / "grouping.state").read_bytes())
+        else:
+            self.grouper.fit([prompt.text for prompt in self.prepared.dataset.train])
+        self.learners.start()
+        if checkpoint:
+            self.learners.load(checkpoint / "learner")
+        rollouts.wait_ready(start_s, self.console.phase)
+
+    def _check_cluster(self, session: Session) -> None:
+        plan = self.prepared.plan
+        if plan.asked_cpus > session.num_cpus or plan.asked_gpus > session.num_gpus:
+            raise UserError(
+                f"the cluster must have {plan.asked_cpus:g} CPUs and {plan.asked_gpus} GPUs, "
+                f"got {session.num_cpus:g} and {session.num_gpus:g}; lower the numbers of workers, or add nodes"
+            )
+
+    # -- the words of the loop -----------------------------------------------------------------------------------
+
+    def refill(self, step: int) -> None:
+        """Labels and asks the prompts of every step up to step + max_staleness that were not asked yet."""
+        self._clock = Clock()
+        for ahead in range(step, min(step + self.config.max_staleness + 1, self.num_steps)):
+            if ahead not in self._asked:
+                self._asked.add(ahead)
+                self._ask(ahead)
+
+    def _ask(self, step: int) -> None:
+        rows = self.prepared.dataset.train
+        places = prompts_of_step(self.config, len(rows), step)
+        prompts = [rows[row] for _, row in places]
+        with self._clock.time("grouping_s"):
+            labels = self.grouper.label([prompt.text for prompt in prompts])
+        attempts = {epoch: self.ledger.next_attempts(epoch) for epoch, _ in places}
+        self.flow.ask(
+            [
+                Ask(epoch, order, attempts[epoch].get(prompt.prompt_id, 0), step, prompt, cluster, cluster_version)
+                for order, ((epoch, _), prompt, (cluster, cluster_version)) in enumerate(
+                    zip(places, prompts, labels, strict=True)
+                )
+            ]
+        )
+
+    def collect(self, step: int) -> list[Scored]:
+        """Waits for the step's groups, complete and scored."""
+        with self._clock.time("rollout_s"):
+            return self.flow.collect(step)
+
+    def judge(self, step: int, scored: list[Scored]) -> Judged:
+        """Baselines and advantages, with the reference's share in the reward where there is a reference."""
+        if self.config.kl_needs_reference:
+            with self._clock.time("learner_s"):
+                divergences = self.learners.reference_kl([item.group for item in scored])
+            scored = [
+                item.shaped(self.config.learner.kl_coefficient, divergence)
+                for item, divergence in zip(scored, divergences, strict=True)
+            ]
+        with self._clock.time("grouping_s"):
+            return Judged(scored, self.grouper.judge(step, scored))
+
+    def learn(self, step: int, judged: Judged) -> dict[str, float]:
+        """Metrics of one update; RunBroken after too many steps in a row that teach nothing."""
+        kept = judged.kept
+        advantages = [judged.judgement.advantages[item.ask.group_id] for item in kept]
+        informative = any(np.any(values != 0) for values in advantages)
+        self._steps_without_signal = 0 if informative else self._steps_without_signal + 1
+        if self._steps_without_signal >= MAX_STEPS_WITHOUT_SIGNAL:
+            raise RunBroken(
+                f"at least one group in {MAX_STEPS_WITHOUT_SIGNAL} steps must have an advantage, got none: every answer to a "
+                "prompt gets the same reward; look at the reward, raise rollout.temperature, or choose other prompts"
+            )
+        if not informative:
+            self.console.say(f"step {step + 1}: no group is informative (all rewards of each prompt are equal)")
+        if not kept:
+            return {}
+        with self._clock.time("learner_s"):
+            return self.learners.update(step, self.version, [item.group for item in kept], advantages)
+
+    def publish(self) -> None:
+        """Gives the new weights a version and puts them under the rollout workers' running answers."""
+        with self._clock.time("weights_s"):
+            self.version = self.ledger.next_version()
+            folder = self.learners.publish(self._published.folder(self.version), self.version)
+            self._weights.version, self._weights.folder = self.version, folder
+            pauses = self.flow.load_weights(folder, self.version)
+            self._published.prune(self.version)
+        self._clock.seconds["weight_update_pause_s"] = max((pause["pause_s"] for pause in pauses), default=0.0)
+
+    def commit(self, step: int, judged: Judged, learned: dict[str, float]) -> None:
+        """Makes the step durable, then shows it."""
+        kept = {item.ask.group_id for item in judged.kept}
+        samples = self.config.rollout.samples_per_prompt
+        self.ledger.commit(
+            step,
+            self.version,
+            [_trained(item, samples) for item in judged.groups if item.ask.group_id in kept],
+            [
+                DroppedGroup(item.ask.epoch, item.ask.prompt.prompt_id, item.ask.attempt, "zero variance")
+                for item in judged.groups
+                if item.ask.group_id not in kept
+            ],
+            [reached for item in judged.groups for reached in _reached(item, step)],
+        )
+        metrics = step_metrics(
+            step, self.version, judged.groups, judged.judgement.metrics, learned, self._clock.seconds
+        )
+        metrics |= {"seconds": time.monotonic() - self._clock.started, "groups_trained": len(kept)}
+        metrics |= {"groups_dropped": len(judged.groups) - len(kept), "workers_replaced": self._num_replaced()}
+        self._metrics.append(metrics)
+        self.console.step(metrics)
+
+    def evaluate_if_due(self, step: int) -> None:
+        """Held-out accuracy at the start, every evaluation.every steps, and at the end."""
+        every, last = self.config.evaluation.every, self.num_steps
+        if (step % every and step != last) or (step and step == self.start_step):
+            return
+        began = time.monotonic()
+        evaluation = evaluate(step, self.flow, self.prepared.dataset.heldout, self.config)
+        append_evaluation(self.run_dir, evaluation)
+        self.console.evaluation(step, evaluation.accuracy)
+        self.console.say(
+            f"held-out accuracy after {step} steps: {evaluation.accuracy:.3f} "
+            f"({evaluation.correct} of {evaluation.num_prompts}, {time.monotonic() - began:.0f} s)"
+        )
+
+    def save_if_due(self, step: int) -> None:
+        """A checkpoint every checkpoint.every steps, and at the end."""
+        if step % self.config.checkpoint.every and step != self.num_steps:
+            return
+        self.console.phase("saving a checkpoint")
+        write_checkpoint(self.run_dir, step, self._fill, self.config.checkpoint.keep)
+        self.ledger.checkpoint(step)
+
+    def _fill(self, folder: Path) -> None:
+        """Writes everything a resume needs, and the policy as a folder that any tool of the field can load."""
+        self.learners.save(folder / "learner")
+        self.learners.publish(folder / "policy", self.version)
+        state = self.grouper.state
+        if state is None:
+            raise RunBroken("the grouping worker must have been fitted before a checkpoint is written")
+        (folder / "grouping.state").write_bytes(state)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Writes summary.json and report.html, and says where they are."""
+        write_text(self.run_dir / "clusters.json", json.dumps(self.grouper.map()))
+        summary = summarize(self.run_dir, self.config, peak_memory_bytes())
+        report = write_report(self.run_dir)
+        before, after = summary["heldout_accuracy_before"], summary["heldout_accuracy_after"]
+        self.console.say(f"held-out accuracy: {before:.3f} before, {after:.3f} after {summary['steps']} steps")
+        self.console.say(f"report: {report}")
+        self.console.say(f"summary: {self.run_dir / 'summary.json'}")
+
+    def _num_replaced(self) -> int:
+        return sum(pool.num_replaced for pool in (self.flow.rollouts, self.flow.rewards, self.grouper.pool))
+
+
+def _trained(item: Scored, num_samples: int) -> TrainedGroup:
+    if item.info.num_samples != num_samples:
+        raise RunBroken(f"group {item.ask.group_id} must have {num_samples} samples, got {item.info.num_samples}")
+    return TrainedGroup(
+        item.ask.epoch,
+        item.ask.prompt.prompt_id,
+        item.ask.attempt,
+        item.info.num_samples,
+        item.info.num_tokens,
+        item.info.min_version,
+        item.info.max_version,
+        float(item.rewards.mean()),
+    )
+
+
+def _reached(item: Scored, step: int) -> list[Reached]:
+    ask = item.ask
+    return [
+        Reached(ask.epoch, ask.prompt.prompt_id, ask.attempt, stage, step) for stage in ("asked", "sampled", "scored")
+    ]
