@@ -269,8 +269,8 @@ class Run:
         self._steps_without_signal = 0 if informative else self._steps_without_signal + 1
         if self._steps_without_signal >= MAX_STEPS_WITHOUT_SIGNAL:
             raise RunBroken(
-                f"at least one group in {MAX_STEPS_WITHOUT_SIGNAL} steps must have an advantage, got none: every answer to a "
-                "prompt gets the same reward; look at the reward, raise rollout.temperature, or choose other prompts"
+                f"one group in {MAX_STEPS_WITHOUT_SIGNAL} steps must have an advantage, got none: every answer "
+                "to a prompt gets the same reward; look at the reward, raise rollout.temperature, or choose other prompts"
             )
         if not informative:
             self.console.say(f"step {step + 1}: no group is informative (all rewards of each prompt are equal)")

@@ -73,7 +73,12 @@ class Grouper:
         """Advantages of a step's groups, from rewards, labels and the past; then the history moves on by one step."""
         asked = [
             ScoredGroup(
-                item.ask.group_id, item.ask.prompt.prompt_id, item.ask.prompt.text, item.ask.cluster, item.rewards
+                item.ask.group_id,
+                item.ask.prompt.prompt_id,
+                item.ask.prompt.text,
+                item.ask.cluster,
+                item.rewards,
+                item.ask.cluster_version,
             )
             for item in groups
         ]

@@ -2,9 +2,9 @@
 
     python -m learners.alone MODEL_DIR [--groups 16] [--samples 8] [--prompt-tokens 46] [--answer-tokens 12]
 
-FLOP/s by convention: 6 * P * tokens, P the parameters without the input embedding (a tied output layer counts), tokens
-those that go through the network; attention and the smaller number of output rows are not counted. The rate it is
-compared with is that of products of the model's own shapes, timed before and after each update on the same threads.
+FLOP/s by convention: 6 * (parameters of the layers * tokens through the network + parameters of the output layer * rows
+that predict); attention is not counted. The rate it is compared with is that of products of the model's own shapes,
+timed before and after each update on the same threads.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import resource
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,7 +114,7 @@ def _run(config: Config, chosen: argparse.Namespace) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     rank = LearnerRank(config, chosen.model, 0, 1, "127.0.0.1", port)
-    model = rank.policy.model
+    model: Any = rank.policy.model
     sizes = model.config
     groups = synthetic_groups(
         chosen.groups, chosen.samples, chosen.prompt_tokens, chosen.answer_tokens, sizes.vocab_size
@@ -121,9 +122,9 @@ def _run(config: Config, chosen: argparse.Namespace) -> None:
     advantages = [np.linspace(-1.0, 1.0, group.num_samples) for group in groups]
     tokens = step_tokens(groups, advantages)
     batch = build_batch(tokens, trainable_pieces(tokens))
-    body = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+    layers = sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
     head = sizes.vocab_size * sizes.hidden_size
-    flops = 6 * (body if not sizes.tie_word_embeddings else body + head) * batch.num_tokens
+    flops = 6 * (layers * batch.num_tokens + head * len(batch.stream.rows))
     rows = min(batch.num_tokens, chosen.max_tokens)
     shapes = [(rows, sizes.hidden_size, sizes.intermediate_size), (rows, sizes.intermediate_size, sizes.hidden_size)]
     shapes += [(config.learner.logprob_chunk, sizes.hidden_size, sizes.vocab_size)]

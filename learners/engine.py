@@ -166,7 +166,7 @@ def full_weights(engine: Any, names: dict[str, nn.Parameter], on_rank: bool) -> 
     Under ZeRO 3 each weight is gathered for a moment; the full model never stands twice.
     """
     partitioned = engine.zero_optimization_stage() == 3
-    deepspeed = deepspeed_module(engine.device.type) if partitioned else None
+    deepspeed = deepspeed_module(engine.device.type)
     for name, parameter in names.items():
         if partitioned:
             with deepspeed.zero.GatheredParameters([parameter]):

@@ -19,7 +19,9 @@ class PaddedBatch:
 
 def pad(step: StepTokens) -> PaddedBatch:
     """All answers of a step as rows."""
-    rows, places, sources = [], [], []
+    rows: list[torch.Tensor] = []
+    places: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
     for group in step.groups:
         prompt = torch.from_numpy(group.prompt_tokens.astype("int64"))
         for sample in range(group.num_samples):

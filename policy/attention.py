@@ -83,7 +83,10 @@ def shared_prefix_attention(  # noqa: PLR0917 (the signature is AttentionInterfa
             f"a group must fit the model's sliding window of {sliding_window}, got {layout.max_length} tokens"
         )
     padded = (layout.num_groups, layout.max_length)
-    queries, keys, values = (_pad(part, layout.gather, padded) for part in (query, key, value))
+    queries, keys, values = (
+        _Pad.apply(part[0].transpose(0, 1), layout.gather, layout.scatter).unflatten(0, padded).transpose(1, 2)
+        for part in (query, key, value)
+    )
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda:
         # On CUDA grouped heads with a mask fall back to the slow unfused kernel: repeat the keys instead.
@@ -93,14 +96,42 @@ def shared_prefix_attention(  # noqa: PLR0917 (the signature is AttentionInterfa
     output = scaled_dot_product_attention(
         queries, keys, values, attn_mask=layout.mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
     )
-    stream = output.transpose(1, 2).reshape(-1, *output.shape[1::2]).index_select(0, layout.scatter)
-    return stream.unsqueeze(0), None
+    rows = output.transpose(1, 2).reshape(-1, *output.shape[1::2])
+    return _Unpad.apply(rows, layout.scatter).unsqueeze(0), None
 
 
-def _pad(stream: torch.Tensor, gather: torch.Tensor, padded: tuple[int, int]) -> torch.Tensor:
-    """[B, heads, L, D] of a stream [1, heads, T, D]; padding repeats token 0, which no real query sees."""
-    rows = stream[0].transpose(0, 1).index_select(0, gather)
-    return rows.view(*padded, *rows.shape[1:]).transpose(1, 2)
+class _Pad(torch.autograd.Function):
+    """Padded rows [B*L, ...] of stream rows [T, ...]; padding repeats row 0, which no real query sees.
+
+    Written out because its gradient is a plain gather too (padding gets none), where autograd's own would add up rows
+    one by one: on CPU that took longer than the attention.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, gather, scatter):
+        ctx.save_for_backward(scatter)
+        return rows.index_select(0, gather)
+
+    @staticmethod
+    def backward(ctx, grads):
+        (scatter,) = ctx.saved_tensors
+        return grads.index_select(0, scatter), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """Stream rows [T, ...] of padded rows [B*L, ...]; the padding gets a gradient of zero."""
+
+    @staticmethod
+    def forward(ctx, rows, scatter):
+        ctx.save_for_backward(scatter)
+        ctx.num_rows = len(rows)
+        return rows.index_select(0, scatter)
+
+    @staticmethod
+    def backward(ctx, grads):
+        (scatter,) = ctx.saved_tensors
+        padded = grads.new_zeros(ctx.num_rows, *grads.shape[1:])
+        return padded.index_copy_(0, scatter, grads), None
 
 
 AttentionInterface.register(ATTENTION_NAME, shared_prefix_attention)

@@ -38,6 +38,18 @@ class EngineProcess:
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
         return os.getpid()
 
+    def load_folder(self, folder: str) -> None:
+        """Loads all weights of a folder in place, the output layer's too.
+
+        vLLM's reload finds no weight of its own for an output layer that is tied to the embedding, and on CPU goes on
+        with the copy it had packed from the old one; so that copy is packed again here.
+        """
+        worker: Any = self
+        worker.reload_weights(weights_path=folder)
+        for layer in worker.get_model().modules():
+            if hasattr(layer, "cpu_linear") and hasattr(layer, "tie_weights"):
+                layer.quant_method.process_weights_after_loading(layer)
+
 
 def set_engine_environment(device: str, threads: int) -> None:
     """Sets what vLLM reads at import; call before vLLM is first imported in the process."""
@@ -95,7 +107,7 @@ class Engine:
         self._num_requests = 0
 
     async def start(self) -> None:
-        """Brings the engine up with the model's own weights; draws one token, so that the first group waits for nothing."""
+        """Brings the engine up with the model's own weights; draws one token, so that the first group need not wait."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -150,9 +162,9 @@ class Engine:
 
     async def _reload(self, folder: Path) -> None:
         try:
-            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            await self._llm.collective_rpc("load_folder", args=(str(folder),))
         except Exception as error:  # whatever vLLM raised, the old weights must come back before anyone is answered
-            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self._loaded)})
+            await self._llm.collective_rpc("load_folder", args=(str(self._loaded),))
             raise RunBroken(
                 f"weights must load from {folder}, got {type(error).__name__}: {error}; version {self.version} goes on"
             ) from error

@@ -58,7 +58,7 @@ def resolve_dtype(name: str, device: str) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def load_model(folder: Path | str, dtype: torch.dtype, device: str = "cpu") -> nn.Module:
+def load_model(folder: Path | str, dtype: torch.dtype, device: str = "cpu") -> Any:
     """The causal language model of a Hugging Face folder, with shared-prefix attention; UserError without one."""
     transformers_logging.disable_progress_bar()
     try:
@@ -68,7 +68,7 @@ def load_model(folder: Path | str, dtype: torch.dtype, device: str = "cpu") -> n
     return prepare_model(model).to(device)
 
 
-def prepare_model(model: nn.Module) -> nn.Module:
+def prepare_model(model: Any) -> Any:
     """The same model with shared-prefix attention and dropout off; UserError for a head this module does not know."""
     config: Any = model.config
     for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
@@ -112,7 +112,7 @@ class Policy(nn.Module):
     is the importance weight's to correct, and shows in mean_abs_logprob_difference.
     """
 
-    def __init__(self, model: nn.Module, temperature: float = 1.0, chunk: int = 512, checkpoint_every_layers: int = 0):
+    def __init__(self, model: Any, temperature: float = 1.0, chunk: int = 512, checkpoint_every_layers: int = 0):
         super().__init__()
         self.model = model
         self.head = LogprobHead(model.get_output_embeddings().weight, temperature, chunk)
@@ -150,20 +150,21 @@ class _HeadLoss(torch.autograd.Function):
         entropy = torch.empty_like(logprobs)
         loss = logprobs.new_zeros((), dtype=torch.float64)
         trains = objective is not None and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
-        hidden_grad = torch.zeros_like(hidden) if trains else None
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if trains else None
+        hidden_grad = torch.zeros_like(hidden if trains else hidden[:0])
+        weight_grad = torch.zeros_like(weight if trains else weight[:0], dtype=torch.float32)
         for part, start in enumerate(range(0, num_rows, chunk)):
             tokens = slice(token_edges[part], token_edges[part + 1])
             rows, wanted = row_of[tokens] - start, targets[tokens]
             inputs = hidden[start : start + chunk]
-            logits, logprobs[tokens], entropy[tokens] = _softmax_rows(inputs @ weight.t(), rows, wanted, temperature)
+            logits = inputs @ weight.t()
+            exponentials, sums, logprobs[tokens], entropy[tokens] = _softmax_rows(logits, rows, wanted, temperature)
             if objective is None:
                 continue
             value, slope = _value_and_slope(objective, logprobs[tokens], tokens)
             loss += value
             if trains:
-                _logit_grad_(logits, rows, wanted, slope / temperature)
-                grads = logits.to(hidden.dtype)
+                _logit_grad_(exponentials, sums, rows, wanted, slope / temperature)
+                grads = exponentials.to(hidden.dtype)
                 torch.mm(grads, weight, out=hidden_grad[start : start + chunk])
                 _add_product_(weight_grad, grads, inputs)
         if trains:
@@ -181,17 +182,23 @@ class _HeadLoss(torch.autograd.Function):
 
 def _softmax_rows(
     logits: torch.Tensor, rows: torch.Tensor, wanted: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(probabilities [r, V] float32, log-probs [n], entropy [n]) of logits [r, V]; the logits are overwritten."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(exponentials [r, V] float32, their sums [r], log-probs [n], entropy [n]) of logits [r, V].
+
+    The logits are overwritten. Few passes over [r, V], no more than two such arrays: on CPU each pass is a share of
+    the matrix product's own time.
+    """
     scaled = logits.float()
+    scaled.sub_(scaled.amax(dim=-1, keepdim=True))
     if temperature != 1.0:
-        scaled = scaled.div_(temperature)
+        scaled.div_(temperature)
     picked = scaled[rows, wanted]
-    normaliser = torch.logsumexp(scaled, dim=-1)
-    probabilities = torch.softmax(scaled, dim=-1)
-    # entropy = normaliser - sum p * logit, row by row as a dot product: no [r, V] temporary
-    mean_logit = torch.linalg.vecdot(probabilities, scaled)
-    return probabilities, picked - normaliser[rows], (normaliser - mean_logit)[rows]
+    exponentials = scaled.exp()
+    sums = exponentials.sum(dim=-1)
+    normaliser = sums.log()
+    # entropy = normaliser - sum p * logit
+    mean_logit = scaled.mul_(exponentials).sum(dim=-1) / sums
+    return exponentials, sums, picked - normaliser[rows], (normaliser - mean_logit)[rows]
 
 
 def _value_and_slope(objective: Objective, logprobs: torch.Tensor, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,11 +209,13 @@ def _value_and_slope(objective: Objective, logprobs: torch.Tensor, tokens: slice
     return value.detach(), slope
 
 
-def _logit_grad_(probabilities: torch.Tensor, rows: torch.Tensor, wanted: torch.Tensor, slope: torch.Tensor) -> None:
-    """Turns probabilities [r, V] into d loss / d logits: sum over a row's tokens of slope * (one-hot - probability)."""
-    totals = probabilities.new_zeros(len(probabilities)).index_add_(0, rows, slope)
-    probabilities.mul_(-totals[:, None])
-    probabilities.index_put_((rows, wanted), slope, accumulate=True)
+def _logit_grad_(
+    exponentials: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor, wanted: torch.Tensor, slope: torch.Tensor
+) -> None:
+    """Turns exponentials [r, V] into d loss / d logits: sum over a row's tokens of slope * (one-hot - probability)."""
+    totals = torch.zeros_like(sums).index_add_(0, rows, slope)
+    exponentials.mul_((-totals / sums)[:, None])
+    exponentials.index_put_((rows, wanted), slope, accumulate=True)
 
 
 def _add_product_(total: torch.Tensor, grads: torch.Tensor, inputs: torch.Tensor) -> None:
@@ -216,7 +225,7 @@ def _add_product_(total: torch.Tensor, grads: torch.Tensor, inputs: torch.Tensor
         total.add_(grads.t() @ inputs)
 
 
-def _checkpoint_layers(model: nn.Module, every: int) -> None:
+def _checkpoint_layers(model: Any, every: int) -> None:
     """Recomputes every n-th decoder layer in the backward pass instead of keeping its activations."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for position, layer in enumerate(model.get_decoder().layers):
