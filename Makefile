@@ -6,7 +6,7 @@ RUN_DIR ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu demo test test-fast lint types requirements clean
+.PHONY: help setup setup-gpu demo test test-fast lint types bench-train requirements clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -33,10 +33,17 @@ lint: setup  ## ruff
 types: setup  ## mypy
 	@$(PY) -m mypy
 
+bench-train: setup  ## training against TRL on the same work (STEPS=10 takes an hour on 2 cores)
+	@requirements/make_venv.sh .venv-peer requirements/peer.txt
+	@$(PY) -m benchmarks.bench_train --peer-python .venv-peer/bin/python --steps $(or $(STEPS),10)
+
 requirements: setup  ## renew the pinned lists from pyproject.toml (needs uv)
-	uv pip compile pyproject.toml --extra cpu --override requirements/overrides.txt --python-version 3.11 \
-	  --no-annotate --no-header -o requirements/cpu.txt
-	uv pip compile pyproject.toml --extra gpu --python-version 3.11 --no-annotate --no-header -o requirements/gpu.txt
+	echo 'torch==2.13.0+cpu' | uv pip compile pyproject.toml - --extra cpu --constraint requirements/constraints.txt \
+	  --override requirements/overrides.txt --python-version 3.11 --no-annotate --no-header -o requirements/cpu.txt
+	grep -v -E '^torch|^triton' requirements/overrides.txt > requirements/.gpu-overrides
+	uv pip compile pyproject.toml --extra gpu --constraint requirements/constraints.txt \
+	  --override requirements/.gpu-overrides --python-version 3.11 --no-annotate --no-header -o requirements/gpu.txt
+	rm requirements/.gpu-overrides
 
 clean:  ## remove the environment and the caches, not the runs
 	rm -rf .venv .venv-gpu .pytest_cache .mypy_cache .ruff_cache

@@ -1,8 +1,9 @@
 """Trains a policy by group-relative policy optimisation: `python train.py CONFIG.yaml [key=value ...] [--dry-run]`.
 
-The loop of `train` is the whole algorithm; training_run.py holds what each of its words does. Giving the same run_dir
-again goes on from the last checkpoint. Exit status: 0 done, 1 the run broke, 2 a mistake in what was asked, 130 or 143
-interrupted; the last line on stderr says why in one sentence.
+The loop of `train` is the whole algorithm; preparation.py checks all that can be checked before Ray starts,
+training_run.py holds what each word of the loop does. Giving the same run_dir again goes on from the last checkpoint.
+Exit status: 0 done, 1 the run broke, 2 a mistake in what was asked, 130 or 143 interrupted; the last line on stderr
+says why in one sentence.
 """
 
 import argparse
@@ -13,7 +14,8 @@ from types import FrameType
 
 from core.config import Config, load_config
 from core.errors import RunBroken, UserError
-from training_run import Run, describe, prepare
+from preparation import describe, is_finished, prepare
+from training_run import Run
 
 
 def train(run: Run) -> None:
@@ -52,6 +54,9 @@ def _run(config: Config, dry_run: bool) -> int:
     prepared = prepare(config)
     if dry_run:
         print(describe(prepared))
+        return 0
+    if is_finished(prepared):
+        print(f"{config.run_dir} has all its {prepared.num_steps} steps; raise num_steps, or choose another run_dir")
         return 0
     with Run(prepared) as run:
         train(run)

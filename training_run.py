@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,66 +17,24 @@ from actors.rollout import Ask
 from cluster.memory import peak_memory_bytes
 from cluster.session import Session, end_session, start_session
 from core.checkpoint import newest_checkpoint, write_checkpoint
-from core.config import Config, dump_config
+from core.clock import Clock
+from core.config import dump_config
 from core.console import Console
 from core.durable import write_text
 from core.errors import RunBroken, UserError
 from core.ledger import DroppedGroup, Ledger, Reached, RunFacts, TrainedGroup
-from core.machine import Machine, read_machine
 from core.metrics import MetricsLog
-from core.plan import Plan, check_context, count_parameters, make_plan
-from data.dataset import Dataset, load_dataset
-from data.schedule import num_steps_of, prompts_of_step
+from core.plan import count_parameters
+from data.schedule import prompts_of_step
 from evaluation.heldout import append_evaluation, evaluate
 from evaluation.report import write_report
 from evaluation.summary import step_metrics, summarize
 from grouping.worker import Judgement
 from learners.group import LearnerGroup
-from policy.bundled import load_tokenizer, resolve_model
 from policy.published import PublishedWeights
-from reward.worker import RewardWorker
+from preparation import Prepared
 
 MAX_STEPS_WITHOUT_SIGNAL = 10  # steps in a row without one informative group, after which going on is a waste
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Everything that is known and checked before Ray starts."""
-
-    config: Config
-    machine: Machine
-    model: Path
-    dataset: Dataset
-    num_steps: int
-    plan: Plan
-
-
-def prepare(config: Config) -> Prepared:
-    """The checked parts of a run; UserError for anything that cannot work on this machine."""
-    machine = read_machine(config.run_dir)
-    model = resolve_model(config.policy.model)
-    check_context(config, model)
-    dataset = load_dataset(config, load_tokenizer(model))
-    check_rewards(config, dataset)
-    num_steps = num_steps_of(config, len(dataset.train))
-    plan = make_plan(config, machine, model, len(dataset.train), num_steps, dataset.notes)
-    if config.cluster.address is None:
-        plan.check(machine)
-    return Prepared(config, machine, model, dataset, num_steps, plan)
-
-
-def check_rewards(config: Config, dataset: Dataset) -> None:
-    """Loads every reward here first: a bad pattern, file or reference answer is one sentence before any model loads."""
-    worker = RewardWorker(config.reward)
-    try:
-        worker.check((*dataset.train, *dataset.heldout))
-    finally:
-        worker.close()
-
-
-def describe(prepared: Prepared) -> str:
-    """The resolved plan and configuration, for --dry-run."""
-    return f"{prepared.plan.text()}\n\n{dump_config(prepared.config)}"
 
 
 @dataclass(frozen=True)
@@ -89,31 +47,6 @@ class Judged:
     @property
     def kept(self) -> list[Scored]:
         return [item for item in self.groups if self.judgement.keep[item.ask.group_id]]
-
-
-@dataclass
-class Clock:
-    """Seconds of each phase of the step under way."""
-
-    started: float = field(default_factory=time.monotonic)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def time(self, phase: str) -> "Phase":
-        return Phase(self, phase)
-
-
-@dataclass
-class Phase:
-    clock: Clock
-    name: str
-    began: float = 0.0
-
-    def __enter__(self) -> None:
-        self.began = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        spent = time.monotonic() - self.began
-        self.clock.seconds[self.name] = self.clock.seconds.get(self.name, 0.0) + spent
 
 
 class Run:
@@ -197,18 +130,28 @@ class Run:
         rewards = reward_pool(config)
         self.grouper = Grouper(config, machine, self.console.phase)
         threads = config.learner.threads or max(1, machine.num_cores // config.learner.num_ranks)
-        self.learners = LearnerGroup(config, model, machine, environment(threads), self.console.phase)
+        # A schedule needs the run's length in steps, also where the run was given in epochs.
+        counted = config.model_copy(update={"num_steps": self.num_steps, "num_epochs": None})
+        self.learners = LearnerGroup(counted, model, machine, environment(threads), self.console.phase)
         self.flow = Flow(rollouts, rewards, config.deadlines, self.console.phase)
-        start_s = config.deadlines.start_s
-        rewards.wait_ready(start_s, self.console.phase)
+        self._await_workers(checkpoint)
+
+    def _await_workers(self, checkpoint: Path | None) -> None:
+        """Waits until every worker is up, each at most deadlines.start_s, and says so as they come."""
+        start_s, began = self.config.deadlines.start_s, time.monotonic()
+        self.console.say("starting rollout, reward, grouping and learner workers (about a minute on a laptop)")
+        self.flow.rewards.wait_ready(start_s, self.console.phase)
         if checkpoint:
             self.grouper.restore((checkpoint / "grouping.state").read_bytes())
         else:
             self.grouper.fit([prompt.text for prompt in self.prepared.dataset.train])
+        self.console.say(f"reward and grouping workers are up after {time.monotonic() - began:.0f} s")
         self.learners.start()
         if checkpoint:
             self.learners.load(checkpoint / "learner")
-        rollouts.wait_ready(start_s, self.console.phase)
+        self.console.say(f"learners are up after {time.monotonic() - began:.0f} s")
+        self.flow.rollouts.wait_ready(start_s, self.console.phase)
+        self.console.say(f"rollout workers are up after {time.monotonic() - began:.0f} s")
 
     def _check_cluster(self, session: Session) -> None:
         plan = self.prepared.plan
@@ -270,7 +213,7 @@ class Run:
         if self._steps_without_signal >= MAX_STEPS_WITHOUT_SIGNAL:
             raise RunBroken(
                 f"one group in {MAX_STEPS_WITHOUT_SIGNAL} steps must have an advantage, got none: every answer "
-                "to a prompt gets the same reward; look at the reward, raise rollout.temperature, or choose other prompts"
+                "to a prompt gets the same reward; look at the reward, the prompts, or raise rollout.temperature"
             )
         if not informative:
             self.console.say(f"step {step + 1}: no group is informative (all rewards of each prompt are equal)")

@@ -85,11 +85,34 @@ def make_plan(
     config: Config, machine: Machine, model: Path, num_rows: int, num_steps: int, data_notes: Sequence[str] = ()
 ) -> Plan:
     """The Plan of a config on one machine for a model folder and `num_rows` training prompts."""
-    rollout, learner, grouping = config.rollout, config.learner, config.grouping
     num_parameters = count_parameters(model)
+    workers = _workers(config, machine, num_parameters)
+    asked_bytes = DRIVER_BYTES + sum(worker.num * worker.memory_bytes for worker in workers)
+    warnings = [
+        *notes(machine),
+        dtype_warning(config.rollout.dtype, config.rollout.device, machine, "rollout.dtype"),
+        dtype_warning(config.learner.dtype, config.learner.device, machine, "learner.dtype"),
+        *data_notes,
+    ]
+    if asked_bytes > machine.memory_bytes:
+        warnings.append(
+            f"about {asked_bytes / GIB:.1f} GiB of memory are asked, {machine.memory_bytes / GIB:.1f} GiB are free"
+        )
+    return Plan(
+        workers,
+        machine.num_cores,
+        machine.num_gpus,
+        machine.memory_bytes,
+        _arithmetic(config, num_rows, num_steps, num_parameters),
+        tuple(text for text in warnings if text),
+    )
+
+
+def _workers(config: Config, machine: Machine, num_parameters: int) -> tuple[PlannedWorker, ...]:
+    rollout, learner, grouping = config.rollout, config.learner, config.grouping
     rollout_dtype = resolve_dtype(rollout.dtype, rollout.device, machine)
     learner_dtype = resolve_dtype(learner.dtype, learner.device, machine)
-    workers = (
+    return (
         PlannedWorker(
             "rollout",
             rollout.num_workers,
@@ -126,25 +149,6 @@ def make_plan(
             PROCESS_BYTES["learner"] + learner_bytes(config, num_parameters, learner_dtype),
             f"DeepSpeed ZeRO {learner.zero_stage}, {learner.device}, {learner_dtype}, loss {learner.loss}",
         ),
-    )
-    asked_bytes = DRIVER_BYTES + sum(worker.num * worker.memory_bytes for worker in workers)
-    warnings = [
-        *notes(machine),
-        dtype_warning(rollout.dtype, rollout.device, machine, "rollout.dtype"),
-        dtype_warning(learner.dtype, learner.device, machine, "learner.dtype"),
-        *data_notes,
-    ]
-    if asked_bytes > machine.memory_bytes:
-        warnings.append(
-            f"about {asked_bytes / GIB:.1f} GiB of memory are asked, {machine.memory_bytes / GIB:.1f} GiB are free"
-        )
-    return Plan(
-        workers,
-        machine.num_cores,
-        machine.num_gpus,
-        machine.memory_bytes,
-        _arithmetic(config, num_rows, num_steps, num_parameters),
-        tuple(text for text in warnings if text),
     )
 
 

@@ -6,7 +6,7 @@ trained token depends on is left out: an answer's last token (it predicts nothin
 trained token, answers and groups with nothing to train.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -92,6 +92,16 @@ def step_tokens(groups: list[Group], advantages: list[np.ndarray], mask_truncate
         advantages=np.repeat(_joined([np.asarray(values) for values in advantages], np.float32), all_lengths),
         version=_joined([group.version for group in groups], np.int32),
     )
+
+
+def informative(step: StepTokens) -> StepTokens:
+    """The step without answers whose advantage is exactly 0: they add 0 to the gradient, so they need no forward pass.
+
+    Denominators must come from the whole step. Where no answer is informative the step is returned as it is, so that
+    the optimizer still takes its step.
+    """
+    mask = step.mask & (step.advantages != 0)
+    return replace(step, mask=mask) if mask.any() else step
 
 
 def trainable_pieces(step: StepTokens) -> list[Piece]:

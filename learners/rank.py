@@ -27,7 +27,7 @@ from learners.engine import (
 )
 from learners.loss import AGGREGATION_OF_LOSS, aggregation_weights, importance_ratio
 from learners.objective import policy_objective
-from learners.packing import PackedBatch, StepTokens, piece_tokens, step_tokens, trainable_pieces
+from learners.packing import PackedBatch, StepTokens, informative, piece_tokens, step_tokens, trainable_pieces
 from learners.schedule import learning_rate
 from learners.shares import batches_of_rank
 from learners.staleness import check_staleness
@@ -87,7 +87,7 @@ class LearnerRank:
             "tokens_trained": float(whole.mask.sum()),
             "answers_masked": float(whole.num_answers - len(np.unique(whole.answer[whole.mask]))),
             "learner_seconds": seconds,
-            "learner_tokens_per_s": sum(_network_tokens(tokens) for tokens in minibatches) / seconds,
+            "learner_tokens_per_s": sum(_network_tokens(informative(tokens)) for tokens in minibatches) / seconds,
         }
         if self._last_kl is not None:
             metrics["kl_reference"] = self._last_kl
@@ -206,7 +206,7 @@ class LearnerRank:
             AGGREGATION_OF_LOSS[learner.loss],
             self.config.rollout.max_new_tokens,
         ).to(self._engine.device)
-        batches = self._batches(tokens)
+        batches = self._batches(informative(tokens))
 
         def backward_all() -> float:
             total = 0.0

@@ -94,7 +94,8 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     fresh = LlamaForCausalLM(LlamaConfig(**tree))
     fresh.load_state_dict(loaded.state_dict())
     fresh.tie_weights()
-    fresh.to(torch.bfloat16).save_pretrained(folder)
+    torch.nn.Module.to(fresh, torch.bfloat16)
+    fresh.save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 

@@ -1,4 +1,4 @@
-"""What the whole suite shares: one tiny model, one Ray session, one engine; each is started by the first test that asks."""
+"""What the whole suite shares: one tiny model and one Ray session, each started by the first test that asks."""
 
 import os
 from collections.abc import Iterator

@@ -19,7 +19,7 @@ FLOORS = (
     ("train", "benchmarks"),
 )
 FLOOR_OF = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
-TOP_FILES = ("train.py", "training_run.py")  # the folder "train" of the rules
+TOP_FILES = ("train.py", "preparation.py", "training_run.py")  # the folder "train" of the rules
 NOT_IN_CORE = {"torch", "ray", "vllm", "deepspeed"}
 NOT_A_NOUN = {"utils", "util", "helpers", "helper", "common", "misc"}
 MAX_FILE_LINES = 350

@@ -6,7 +6,7 @@ from torch.nn.functional import log_softmax
 from core.config import LearnerConfig
 from learners.loss import AGGREGATION_OF_LOSS, aggregation_weights
 from learners.objective import policy_objective
-from learners.packing import PackedBatch, build_batch, pack, plan_batches, step_tokens, trainable_pieces
+from learners.packing import PackedBatch, build_batch, informative, pack, plan_batches, step_tokens, trainable_pieces
 from learners.padding import pad
 from policy.model import Policy, prepare_model
 
@@ -35,13 +35,14 @@ def varied_advantages(groups):
     return [np.linspace(1.0, -0.7, group.num_samples) for group in groups]
 
 
-def packed_gradients(model, groups, loss, max_tokens):
+def packed_gradients(model, groups, loss, max_tokens, advantages=None, leave_out=False):
     """Gradients by the product's own way: unpadded, prompt once, chunked, split into micro-batches."""
     policy = Policy(prepare_model(model), TEMPERATURE, chunk=4).train()
-    step = step_tokens(groups, varied_advantages(groups), mask_truncated=True)
+    step = step_tokens(groups, advantages or varied_advantages(groups), mask_truncated=True)
     weights = aggregation_weights(
         torch.from_numpy(step.answer), torch.from_numpy(step.mask), AGGREGATION_OF_LOSS[loss], 24
     )
+    step = informative(step) if leave_out else step
     batches = [build_batch(step, part) for part in plan_batches(step, trainable_pieces(step), max_tokens)]
     total, logprobs = 0.0, torch.zeros(len(step.tokens))
     for batch in batches:
@@ -102,6 +103,26 @@ def test_the_update_does_not_depend_on_the_number_of_micro_batches(make_group, m
     *_, split, several = packed_gradients(model, groups, "grpo", max_tokens=max_tokens)
     assert (one, several > 1) == (1, True)
     assert relative_error(split, whole) <= 1e-5
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "rloo"])
+def test_answers_without_advantage_need_no_forward_pass(make_group, make_model, loss):
+    groups = varied_groups(make_group)
+    advantages = [
+        np.zeros(group.num_samples) if place % 2 else np.linspace(1.0, -1.0, group.num_samples)
+        for place, group in enumerate(groups)
+    ]  # the middle of three is 0 too
+    whole = packed_gradients(make_model(), groups, loss, 10_000, advantages)[2]
+    some = packed_gradients(make_model(), groups, loss, 10_000, advantages, leave_out=True)[2]
+    assert relative_error(some, whole) <= 1e-6
+    step = step_tokens(groups, advantages, mask_truncated=True)
+    assert informative(step).mask.sum() < step.mask.sum()
+
+
+def test_a_step_without_any_advantage_still_has_something_to_step_on(make_group):
+    groups = [make_group([2, 3])]
+    step = step_tokens(groups, [np.zeros(2)])
+    assert informative(step).mask.all()
 
 
 def test_the_stream_holds_each_prompt_once_and_no_token_that_predicts_nothing(make_group):
