@@ -56,6 +56,7 @@ def _bundled_model() -> Path:
     if (target / "complete").is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
+    print(f"converting the bundled model into {target} (under a minute, once)", flush=True)
     part = Path(tempfile.mkdtemp(prefix=f"{BUNDLED}.", dir=target.parent))
     try:
         _convert_gguf(_bundled_gguf(), part)
@@ -85,8 +86,10 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     transformers refuses to save a model whose config still says it is quantised, so the weights move into a fresh one.
     """
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+    transformers.utils.logging.disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tree = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path"):
@@ -100,4 +103,4 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(resolve_model(BUNDLED))
+    resolve_model(BUNDLED)

@@ -17,7 +17,7 @@ free_gib=$(df -Pk "$parent" | awk 'NR==2 {print int($4 / 1048576)}')
 echo "making $folder from $list (3 to 5 minutes without a package cache)"
 rm -rf "$folder"
 "$python" -m venv "$folder"
-pip=("$folder/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps --no-compile --progress-bar off)
+pip=("$folder/bin/python" -m pip --disable-pip-version-check install --quiet --no-deps --progress-bar off)
 torch=$(grep -i '^torch==' "$list")
 install_torch() {
   "${pip[@]}" "$torch" 2>"$folder/torch.log" ||
