@@ -14,6 +14,8 @@ from core.errors import DeadlineExceeded, RunBroken, WorkerBroken
 Say = Callable[[str], None]
 POLL_S = 0.5  # how often a wait looks up to say whom it waits for
 
+MAX_CAUSE = 400  # characters of a cause in an error; Ray's own can fill a screen
+
 # Errors that mean: this worker is gone, ask another. Anything else a worker raises is the run's own trouble.
 WORKER_GONE = (RayActorError, WorkerBroken, ObjectLostError)
 
@@ -167,4 +169,5 @@ def first_line(error: BaseException) -> str:
     """The error's own words in one line, without a remote traceback."""
     cause = getattr(error, "cause", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return f"{type(cause).__name__}: {' '.join(lines[:3])}" if lines else type(cause).__name__
+    text = " ".join(lines[:3])
+    return f"{type(cause).__name__}: {text[:MAX_CAUSE]}" if lines else type(cause).__name__

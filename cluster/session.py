@@ -41,6 +41,7 @@ def start_session(config: ClusterConfig, machine: Machine) -> Session:
         "object_store_memory": config.object_store_bytes or object_store_bytes(machine),
         "include_dashboard": True,
         "dashboard_host": config.dashboard_host,
+        "_node_ip_address": "127.0.0.1",  # nobody else has business with a Ray of our own: all its ports on loopback
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)

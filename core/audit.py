@@ -54,7 +54,7 @@ def audit(run_dir: Path) -> AuditReport:
 
     UserError where the folder is missing, is not a run's, or cannot be read.
     """
-    if not (run_dir / LEDGER).is_file():
+    if not os.path.isfile(run_dir / LEDGER):  # unlike Path's own, no error for a name too long
         raise UserError(f"audit must be given a run's folder, got {run_dir} which holds no {LEDGER}")
     config = load_config(run_dir / "config.yaml")
     folders = [(step, path, flaw(path, hashes=False)) for step, path in list_checkpoints(run_dir)]  # before the ledger:
@@ -65,7 +65,9 @@ def audit(run_dir: Path) -> AuditReport:
             for check in (_check_facts, _check_steps, _check_ends, _check_versions, _check_epochs):
                 report.problems.extend(check(db, config, report))
             recorded = [row[0] for row in db.execute("SELECT step FROM checkpoints WHERE rolled_back_by IS NULL")]
-    except (sqlite3.Error, TypeError) as error:  # TypeError: a fact that is missing
+    except UserError:
+        raise
+    except (sqlite3.Error, TypeError, ValueError) as error:  # the last two: a fact that is missing, or no number
         raise UserError(f"{run_dir / LEDGER} must be a whole ledger, got a corrupt one: {error}") from error
     for step in sorted({*recorded, *(step for step, _, wrong in folders if wrong is None)}):
         if step > report.num_steps:
@@ -126,7 +128,7 @@ def _check_steps(db: sqlite3.Connection, config: Config, report: AuditReport) ->
     """Steps contiguous from 0, versions rising through all lineages, and each step's rows as they were committed."""
     steps = [row[0] for row in db.execute("SELECT step FROM steps WHERE rolled_back_by IS NULL ORDER BY step")]
     if steps != list(range(len(steps))):
-        wrong = sorted(set(range(max(steps) + 1)) - set(steps)) or [
+        wrong = sorted(set(range(len(steps))) ^ set(steps)) or [  # not up to the largest: it may be any number
             n for n, times in Counter(steps).items() if times > 1
         ]
         yield f"steps must be 0 to {len(steps) - 1}, once each; missing or doubled: {_named(wrong)}"
@@ -155,7 +157,7 @@ def _check_ends(db: sqlite3.Connection, config: Config, report: AuditReport) -> 
         yield f"ended at a step that was not committed, or rolled back without it: {_named(found)}"
     counts = dict(db.execute(f"SELECT step, COUNT(*) {alive} GROUP BY step"))
     rows, size = report.num_prompts, config.prompts_per_step
-    per_epoch = -(-rows // size)
+    per_epoch = max(1, -(-rows // size))
     for step in range(report.num_steps):
         due = min(size, rows - step % per_epoch * size)  # the last step of an epoch is short
         if counts.get(step, 0) != due:

@@ -96,12 +96,14 @@ def flaw(folder: Path, hashes: bool = True) -> str | None:
         files = {name: (int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     if written_as != FORMAT:
         return f"its format must be {FORMAT}, got {written_as}"
     if folder.name != f"step_{step:06d}":
         return f"its manifest is that of step {step}"
+    if not files:
+        return f"{MANIFEST} lists no file"
     flaws = (_file_flaw(folder / name, size, digest if hashes else None) for name, (size, digest) in files.items())
     return next((wrong for wrong in flaws if wrong), None)
 
@@ -117,6 +119,8 @@ def _file_flaw(path: Path, size: int, digest: str | None) -> str | None:
         return f"{path.name} is missing"
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
+    except ValueError:  # a NUL character
+        return f"{path.name!r} is no name of a file"
     return None
 
 

@@ -6,6 +6,8 @@ UserError with one sentence (nearest known name for a typo). Each folder of the 
 
 import difflib
 import math
+import os
+import reprlib
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -15,10 +17,26 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from core.errors import UserError
 
 DType = Literal["auto", "float32", "bfloat16"]
+MIN_STORE_BYTES = 75 << 20  # Ray refuses less
+LONGEST_NAME = 255  # bytes of a file's name on every usual file system
+LONGEST_PATH = 3000  # Linux takes 4095 with what stands before it and what a run puts inside
 
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _usable_path(cls, value: Any) -> Any:
+        """No shell expands the ~ in run_dir=~/runs; a name that no file can have is said here."""
+        if not isinstance(value, Path):
+            return value
+        too_long = any(len(os.fsencode(part)) > LONGEST_NAME for part in value.parts) or len(str(value)) > LONGEST_PATH
+        if "\0" in str(value) or too_long:
+            raise ValueError(
+                f"a path must have no NUL character, no name above {LONGEST_NAME} bytes and at most {LONGEST_PATH}"
+            )
+        return Path(os.path.expanduser(value))
 
 
 class ArithmeticConfig(Section):
@@ -63,6 +81,13 @@ class RolloutConfig(Section):
     tensor_parallel_size: int = Field(1, ge=1)
     cpus: float = Field(1, ge=0, description="CPUs a worker asks Ray for")
     threads: int = Field(0, ge=0, description="OpenMP threads a worker; 0: the allowed cores")
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_says_something(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in stop:
+            raise ValueError("each stop text must have at least one character")
+        return stop
 
 
 class RewardTerm(Section):
@@ -187,7 +212,10 @@ class Config(Section):
     @model_validator(mode="after")
     def _sections_fit_together(self) -> Self:
         if (self.num_steps is None) == (self.num_epochs is None):
-            raise ValueError("exactly one of num_steps and num_epochs must be set")
+            got = "neither" if self.num_steps is None else f"{self.num_steps} and {self.num_epochs}; set one to null"
+            raise ValueError(f"exactly one of num_steps and num_epochs must be set, got {got}")
+        if self.data.source != "jsonl" and (self.data.path or self.data.heldout_path):
+            raise ValueError(f"data.source must be jsonl where data.path is set, got {self.data.source}")
         if self.data.source == "jsonl" and self.data.path is None:
             raise ValueError("data.path must name a JSONL file when data.source is jsonl")
         if self.grouping.baseline == "prompt" and self.rollout.samples_per_prompt < 2:
@@ -214,6 +242,37 @@ class Config(Section):
                 raise ValueError(f"reward.terms[{position}].path must be set for kind python")
         return self
 
+    @model_validator(mode="after")
+    def _nothing_fails_late(self) -> Self:
+        """Refuses here what a worker's library would refuse minutes later, or what would be ignored."""
+        if self.learner.offload != "none" and self.learner.zero_stage == 0:
+            raise ValueError(f"learner.zero_stage must be 1 to 3 with learner.offload={self.learner.offload}, got 0")
+        if self.rollout.device == "cpu" and self.rollout.tensor_parallel_size > 1:
+            raise ValueError(
+                f"rollout.tensor_parallel_size must be 1 with rollout.device=cpu, got "
+                f"{self.rollout.tensor_parallel_size}; raise rollout.num_workers instead"
+            )
+        if 0 < self.cluster.object_store_bytes < MIN_STORE_BYTES:
+            raise ValueError(
+                f"cluster.object_store_bytes must be 0 or at least {MIN_STORE_BYTES}, "
+                f"got {self.cluster.object_store_bytes}"
+            )
+        for name, section in (
+            ("rollout", self.rollout),
+            ("reward", self.reward),
+            ("grouping", self.grouping),
+            ("learner", self.learner),
+        ):
+            if section.cpus > 1 and section.cpus % 1:
+                raise ValueError(f"{name}.cpus must be whole above 1 (Ray's rule), got {section.cpus:g}")
+        for position, term in enumerate(self.reward.terms):
+            if (term.pattern is not None and term.kind != "regex") or (term.path is not None and term.kind != "python"):
+                raise ValueError(
+                    f"reward.terms[{position}] must have pattern only for kind regex and path only for kind python, "
+                    f"got kind {term.kind}"
+                )
+        return self
+
     @property
     def kl_needs_reference(self) -> bool:
         """Whether a reference model has to exist beside the policy."""
@@ -229,10 +288,11 @@ def load_config(path: Path | str, overrides: list[str] | None = None) -> Config:
     """The checked Config of a YAML file with `section.key=value` overrides laid over it; UserError on any mistake."""
     source = Path(path)
     try:
-        tree = yaml.safe_load(source.read_text(encoding="utf-8")) or {}
+        with source.open(encoding="utf-8") as stream:
+            tree = yaml.load(stream, _Loader) or {}
     except FileNotFoundError:
         raise UserError(f"config must be an existing file, got {source}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: encodings, giant numbers
         raise UserError(f"config {source} could not be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise UserError(f"config {source} must hold keys and values, got {type(tree).__name__}")
@@ -267,13 +327,45 @@ def _apply_override(tree: dict[str, Any], word: str) -> None:
         if inner is None:
             inner = tree[name] = {}
         if not isinstance(inner, dict):
-            raise UserError(f"override {word!r}: {name} is not a section")
+            cure = "; give the list whole" if isinstance(inner, list) else ""
+            raise UserError(f"override {word!r}: {name} is not a section{cure}")
         tree = inner
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = yaml.load(text, _Loader)
+    except (ValueError, RecursionError, yaml.YAMLError):
         value = text
-    tree[leaf] = _number(value)
+    if not isinstance(value, str) and text.strip() not in _NULLS and _takes_text(key.split(".")):
+        value = text  # a folder may be called 7 or 2024-01-01
+    tree[leaf] = value if _takes_text(key.split(".")) else _number(value)
+
+
+_NULLS = ("", "~", "null", "Null", "NULL")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key may not stand twice: PyYAML would take the last and say nothing."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value} stands twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
+
+
+def _takes_text(names: list[str]) -> bool:
+    """Whether the field of a dotted key is text or a path."""
+    model: Any = Config
+    for name in names:
+        field = model.model_fields.get(name) if isinstance(model, type) and issubclass(model, BaseModel) else None
+        if field is None:
+            return False
+        model = field.annotation
+    return model in (str, Path, str | None, Path | None)
 
 
 def _number(value: Any) -> Any:
@@ -299,14 +391,27 @@ def _sentence(item: Any) -> str:
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
         return f"unknown config key {path}; {hint}"
     if item["type"] == "model_type":
-        return f"{path} must hold keys and values, got {item['input']!r}"
+        return f"{path} must hold keys and values, got {_short(item['input'])}"
+    if item["type"] == "path_type":
+        cure = "" if item["input"] is None or isinstance(item["input"], list | dict) else "; put it in quotes"
+        return f"{path} must be a path, got {_short(item['input'])}{cure}"
     if item["type"] == "too_short":
         return f"{path} must have at least {item['ctx']['min_length']} item, got {item['ctx']['actual_length']}"
-    message = item["msg"].removeprefix("Value error, ")
+    message = item["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
     message = message[:1].lower() + message[1:]
     if message.startswith("input should be "):
-        return f"{path} must be {message.removeprefix('input should be ')}, got {item['input']!r}"
-    return f"{path}: {message}, got {item['input']!r}" if path else message
+        return f"{path} must be {message.removeprefix('input should be ')}, got {_short(item['input'])}"
+    return f"{path}: {message}, got {_short(item['input'])}" if path else message
+
+
+def _short(value: Any) -> str:
+    """The value as Python writes it, cut where it is long or deep."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 120
+_SHORT.maxlevel = 2
 
 
 def _known_names(parents: tuple[Any, ...]) -> list[str]:

@@ -1,6 +1,7 @@
 """The resolved plan of a run: who runs where, the batch arithmetic, memory a process, asked against available."""
 
 import json
+import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,6 +63,14 @@ class Plan:
         """Raises UserError where the machine lacks what the run needs: Ray would wait for it in silence."""
         need = Need(self.asked_cpus, self.asked_gpus, disk_bytes=MIN_DISK_BYTES, shm_bytes=MIN_SHM_BYTES)
         wrong = complaints(machine, need)
+        # An estimate, so that only what cannot fit in an empty machine is refused; a worker on a GPU has memory there.
+        on_host = sum(worker.num * worker.memory_bytes for worker in self.workers if not worker.gpus) + DRIVER_BYTES
+        if on_host > machine.memory_total_bytes:
+            shares = ", ".join(f"{w.kind} {w.num} x {w.memory_bytes / GIB:.1f}" for w in self.workers if not w.gpus)
+            wrong.append(
+                f"memory must be at least about {on_host / GIB:.1f} GiB, got "
+                f"{machine.memory_total_bytes / GIB:.1f} GiB ({shares}); ask for fewer workers or a smaller rollout.kv_cache_bytes"
+            )
         if wrong:
             shares = ", ".join(f"{worker.kind} {worker.num} x {worker.cpus:g}" for worker in self.workers)
             raise UserError("; ".join(wrong) + f" (CPUs asked: {shares})")
@@ -84,7 +93,11 @@ class Plan:
 def make_plan(
     config: Config, machine: Machine, model: Path, num_rows: int, num_steps: int, data_notes: Sequence[str] = ()
 ) -> Plan:
-    """The Plan of a config on one machine for a model folder and `num_rows` training prompts."""
+    """The Plan of a config on one machine for a model folder and `num_rows` training prompts.
+
+    UserError where config.run_dir cannot be a folder of ours.
+    """
+    check_run_dir(config.run_dir)
     num_parameters = count_parameters(model)
     workers = _workers(config, machine, num_parameters)
     asked_bytes = DRIVER_BYTES + sum(worker.num * worker.memory_bytes for worker in workers)
@@ -187,6 +200,15 @@ def count_parameters(model: Path) -> int:
             if name != "__metadata__":
                 total += _product(entry["shape"])
     return total
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """UserError where run_dir can be no folder of ours: a file stands in its way, or nothing may be written there."""
+    existing = next(place for place in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(place))
+    if not existing.is_dir():
+        raise UserError(f"run_dir must be a folder or a name for a new one, got {run_dir}: {existing} is none")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"run_dir must be writable, got {run_dir}: nothing may be written in {existing}")
 
 
 def check_context(config: Config, model: Path) -> None:

@@ -97,7 +97,9 @@ def _parse_line(line: bytes, where: str) -> Any:
             "and Windows-1252 files have; convert it with iconv -f LATIN1 -t UTF-8"
         ) from None
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(
+            text, object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole
+        )
     except json.JSONDecodeError as error:
         raise UserError(
             f"a line must be one whole JSON object, got broken JSON: {error.msg} at column {error.colno} ({where}); "
@@ -126,6 +128,13 @@ def _finite(text: str) -> float:
     if value in (float("inf"), float("-inf")):
         raise ValueError(f"number {text[:40]} is too large")
     return value
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:  # Python reads at most 4300 digits
+        raise ValueError(f"number {text[:40]}... of {len(text)} digits is too long") from None
 
 
 def _refuse_other_formats(file: BinaryIO, path: Path) -> None:

@@ -85,7 +85,7 @@ def _chat_tokens(tokenizer: Any, messages: Messages) -> list[int]:
             return list(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
         broken = [{**message, "content": text} for message, text in zip(messages, marked, strict=True)]
         rendered = tokenizer.apply_chat_template(broken, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # its expressions raise any
         raise UserError(f"the chat template refuses these messages: {' '.join(str(error).split())}") from None
     return _encode_pieces(tokenizer, rendered.split(mark))
 

@@ -108,7 +108,7 @@ def _object(path: Path, notes: list[str]) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         notes.append(f"{path.name} holds no whole JSON object and was left out.")
@@ -125,7 +125,7 @@ def _evaluations(path: Path, notes: list[str]) -> list[dict[str, Any]]:
             continue
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         step = finite(row.get("step")) if isinstance(row, dict) else None
         if step is None:
@@ -140,7 +140,7 @@ def _evaluations(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 def _config(text: str, notes: list[str]) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (ValueError, RecursionError, yaml.YAMLError):  # ValueError: a number of thousands of digits
         notes.append(f"{CONFIG} could not be read as YAML; it is shown below as it is.")
         return {}
     return tree if isinstance(tree, dict) else {}

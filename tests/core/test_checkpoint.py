@@ -60,6 +60,14 @@ def put_something_else_in_the_manifest(folder: Path) -> None:
     (folder / "manifest.json").write_text("[]")
 
 
+def nest_the_manifest_too_deep(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[" * 100_000)
+
+
+def list_no_file_in_the_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text(f'{{"format": 1, "step": {int(folder.name[5:])}, "files": {{}}}}')
+
+
 def write_it_in_another_format(folder: Path) -> None:
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
@@ -71,6 +79,8 @@ def rename_it(folder: Path) -> None:
 
 BREAKAGES = {
     cut_in_half: "weights.bin must have 5000 bytes, got 2500",
+    nest_the_manifest_too_deep: "manifest.json cannot be read (RecursionError)",
+    list_no_file_in_the_manifest: "manifest.json lists no file",
     empty_a_file: "weights.bin must have 5000 bytes, got 0",
     delete_a_file: "optimizer_0.bin is missing",
     flip_a_byte: "weights.bin does not match its sha256",

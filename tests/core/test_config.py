@@ -174,3 +174,62 @@ def test_a_configuration_does_not_change_once_made():
         config.seed = 3
     assert isinstance(config, Config)
     assert config.max_model_len == config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+@pytest.mark.parametrize(
+    ("tree", "sentence"),
+    [
+        ({"reward": {"terms": {"kind": "exact"}}}, "reward.terms must be a list, got {'kind': 'exact'}"),
+        ({"run_dir": 5}, "run_dir must be a path, got 5; put it in quotes"),
+        ({"rollout": {"stop": [""]}}, "rollout.stop: each stop text must have at least one character, got ['']"),
+        ({"learner": {"offload": "cpu"}}, "learner.zero_stage must be 1 to 3 with learner.offload=cpu, got 0"),
+        ({"rollout": {"cpus": 1.5}}, "rollout.cpus must be whole above 1 (Ray's rule), got 1.5"),
+        ({"data": {"path": "a.jsonl"}}, "data.source must be jsonl where data.path is set, got arithmetic"),
+        ({"cluster": {"object_store_bytes": 1}}, "cluster.object_store_bytes must be 0 or at least 78643200, got 1"),
+        (
+            {"rollout": {"tensor_parallel_size": 2}},
+            "rollout.tensor_parallel_size must be 1 with rollout.device=cpu, got 2; raise rollout.num_workers instead",
+        ),
+        (
+            {"reward": {"terms": [{"kind": "exact", "path": "a.py"}]}},
+            "reward.terms[0] must have pattern only for kind regex and path only for kind python, got kind exact",
+        ),
+        (
+            {"num_epochs": 2},
+            "exactly one of num_steps and num_epochs must be set, got 1 and 2; set one to null",
+        ),
+    ],
+)
+def test_what_would_fail_late_or_be_ignored_is_refused_in_one_sentence(tree, sentence):
+    assert refusal(tree) == f"{sentence} (run.yaml)"
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "/".join(["y" * 100] * 50)])
+def test_a_path_that_no_file_can_have_is_refused(name):
+    assert "a path must have no NUL character, no name above 255 bytes" in refusal({"run_dir": name})
+
+
+def test_a_long_wrong_value_is_shown_short():
+    assert len(refusal({"prompts_per_step": "x" * 20_000})) < 300
+
+
+@pytest.mark.parametrize("text", ["num_steps: " + "9" * 5000, "num_steps: " + "[" * 5000, "seed: 1\nseed: 2\n"])
+def test_yaml_that_python_or_a_person_gets_wrong_is_one_sentence(tmp_path, text):
+    with pytest.raises(UserError, match="could not be read as YAML"):
+        load_config(write(tmp_path, text))
+
+
+def test_a_key_may_override_a_merged_one(tmp_path):
+    text = "num_steps: 1\nrollout: &a {cpus: 2}\nlearner: {<<: *a, cpus: 1}\n"
+    assert load_config(write(tmp_path, text)).learner.cpus == 1
+
+
+@pytest.mark.parametrize("name", ["7", "1e5", "2024-01-01", "yes"])
+def test_an_override_of_a_text_stays_text(tmp_path, name):
+    path = write(tmp_path, "num_steps: 1\n")
+    config = load_config(path, [f"run_dir={name}", f"policy.model={name}", f"data.system_prompt={name}"])
+    assert (config.run_dir, config.policy.model, config.data.system_prompt) == (Path(name), name, name)
+
+
+def test_a_tilde_in_a_path_is_the_home_folder():
+    assert parse_config({"num_steps": 1, "run_dir": "~/runs"}, "here").run_dir == Path.home() / "runs"
