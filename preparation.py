@@ -5,10 +5,12 @@ from pathlib import Path
 
 from core.checkpoint import list_checkpoints
 from core.config import Config, dump_config
+from core.errors import UserError
 from core.machine import Machine, read_machine
 from core.plan import Plan, check_context, make_plan
 from data.dataset import Dataset, load_dataset
 from data.schedule import num_steps_of
+from grouping.embeddings import find_encoder
 from policy.bundled import load_tokenizer, resolve_model
 from reward.worker import RewardWorker
 
@@ -32,6 +34,7 @@ def prepare(config: Config) -> Prepared:
     check_context(config, model)
     dataset = load_dataset(config, load_tokenizer(model))
     check_rewards(config, dataset)
+    check_encoder(config)
     num_steps = num_steps_of(config, len(dataset.train))
     plan = make_plan(config, machine, model, len(dataset.train), num_steps, dataset.notes)
     if config.cluster.address is None:
@@ -46,6 +49,14 @@ def check_rewards(config: Config, dataset: Dataset) -> None:
         worker.check((*dataset.train, *dataset.heldout))
     finally:
         worker.close()
+
+
+def check_encoder(config: Config) -> None:
+    """Raises UserError where the sentence encoder's folder is not there."""
+    try:
+        find_encoder(config.grouping.encoder)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def is_finished(prepared: Prepared) -> bool:

@@ -9,7 +9,6 @@ says why in one sentence.
 import argparse
 import signal
 import sys
-import traceback
 from types import FrameType
 
 from core.config import Config, load_config
@@ -42,10 +41,12 @@ def main(words: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         return _run(load_config(options.config, options.overrides), options.dry_run)
-    except (UserError, ValueError) as error:
+    except UserError as error:
         return _end(2, error)
     except RunBroken as error:
         return _end(1, error)
+    except OSError as error:
+        return _end(1, f"{error.filename or 'a file'} could not be used: {error.strerror or error}")
     except KeyboardInterrupt:
         return _end(130, "interrupted; the same command with the same run_dir goes on from the last checkpoint")
 
@@ -65,9 +66,7 @@ def _run(config: Config, dry_run: bool) -> int:
 
 
 def _end(status: int, why: BaseException | str) -> int:
-    """Says why the program ends: one sentence for what was foreseen; a mistake of ours keeps its traceback."""
-    if isinstance(why, ValueError) and not isinstance(why, UserError):
-        traceback.print_exception(why)
+    """Says why the program ends, in one sentence; what nobody foresaw keeps its traceback instead."""
     print(f"error: {' '.join(str(why).split())}", file=sys.stderr, flush=True)
     return status
 

@@ -85,7 +85,6 @@ class Run:
         self.ledger = Ledger(self.run_dir)
         self._cleanup.append(self.ledger.close)
         dataset = self.prepared.dataset
-        write_text(self.run_dir / "config.yaml", dump_config(self.config))
         self.ledger.open_run(
             RunFacts(
                 prompt_ids=tuple(prompt.prompt_id for prompt in dataset.train),
@@ -95,6 +94,8 @@ class Run:
                 max_staleness=self.config.max_staleness,
             )
         )
+        # Only now: a resume that was refused must leave the run's own config in place.
+        write_text(self.run_dir / "config.yaml", dump_config(self.config))
         found = newest_checkpoint(self.run_dir)
         self.start_step = found.step if found else 0
         self.console = Console(self.num_steps, self.start_step)

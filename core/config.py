@@ -4,16 +4,14 @@
 UserError with one sentence (nearest known name for a typo). Each folder of the project has its own section.
 """
 
-import difflib
-import math
 import os
-import reprlib
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from core.config_text import Loader, apply_override, has_inner, sentence
 from core.errors import UserError
 
 DType = Literal["auto", "float32", "bfloat16"]
@@ -60,9 +58,21 @@ class DataConfig(Section):
     max_prompt_tokens: int = Field(128, ge=1, description="tokens, counted after the chat template")
     long_prompts: Literal["error", "drop", "cut_left", "cut_right"] = "error"
 
+    @field_validator("path", "heldout_path")
+    @classmethod
+    def _from_here(cls, path: Path | None) -> Path | None:
+        """A run's own config.yaml must name the same files from any folder."""
+        return path.absolute() if path else None
+
 
 class PolicyConfig(Section):
     model: str = "smollm2-135m"  # this name: the bundled model; else a folder in Hugging Face format
+
+    @field_validator("model")
+    @classmethod
+    def _from_here(cls, model: str) -> str:
+        """A run's own config.yaml must name the same folder from any folder."""
+        return str(Path(model).absolute()) if Path(model).is_dir() else model
 
 
 class RolloutConfig(Section):
@@ -289,7 +299,7 @@ def load_config(path: Path | str, overrides: list[str] | None = None) -> Config:
     source = Path(path)
     try:
         with source.open(encoding="utf-8") as stream:
-            tree = yaml.load(stream, _Loader) or {}
+            tree = yaml.load(stream, Loader) or {}
     except FileNotFoundError:
         raise UserError(f"config must be an existing file, got {source}") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: encodings, giant numbers
@@ -297,7 +307,7 @@ def load_config(path: Path | str, overrides: list[str] | None = None) -> Config:
     if not isinstance(tree, dict):
         raise UserError(f"config {source} must hold keys and values, got {type(tree).__name__}")
     for word in overrides or []:
-        _apply_override(tree, word)
+        apply_override(tree, word, Config)
     return parse_config(tree, str(source))
 
 
@@ -308,119 +318,10 @@ def parse_config(tree: dict[str, Any], where: str) -> Config:
     except ValidationError as error:
         items = error.errors()
         blamed = [item["loc"] for item in items]
-        own = [item for item in items if item["type"] != "too_short" or not _has_inner(item["loc"], blamed)]
-        raise UserError("; ".join(_sentence(item) for item in own) + f" ({where})") from None
+        own = [item for item in items if item["type"] != "too_short" or not has_inner(item["loc"], blamed)]
+        raise UserError("; ".join(sentence(item, Config) for item in own) + f" ({where})") from None
 
 
 def dump_config(config: Config) -> str:
     """YAML text from which parse_config gives the same Config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
-def _apply_override(tree: dict[str, Any], word: str) -> None:
-    key, equals, text = word.partition("=")
-    if not equals or not key:
-        raise UserError(f"an override must look like section.key=value, got {word!r}")
-    *parents, leaf = key.split(".")
-    for name in parents:
-        inner = tree.get(name)
-        if inner is None:
-            inner = tree[name] = {}
-        if not isinstance(inner, dict):
-            cure = "; give the list whole" if isinstance(inner, list) else ""
-            raise UserError(f"override {word!r}: {name} is not a section{cure}")
-        tree = inner
-    try:
-        value = yaml.load(text, _Loader)
-    except (ValueError, RecursionError, yaml.YAMLError):
-        value = text
-    if not isinstance(value, str) and text.strip() not in _NULLS and _takes_text(key.split(".")):
-        value = text  # a folder may be called 7 or 2024-01-01
-    tree[leaf] = value if _takes_text(key.split(".")) else _number(value)
-
-
-_NULLS = ("", "~", "null", "Null", "NULL")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key may not stand twice: PyYAML would take the last and say nothing."""
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value} stands twice", problem_mark=key.start_mark)
-            seen.add(key.value)
-        return node
-
-
-def _takes_text(names: list[str]) -> bool:
-    """Whether the field of a dotted key is text or a path."""
-    model: Any = Config
-    for name in names:
-        field = model.model_fields.get(name) if isinstance(model, type) and issubclass(model, BaseModel) else None
-        if field is None:
-            return False
-        model = field.annotation
-    return model in (str, Path, str | None, Path | None)
-
-
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e-5 as text; people mean the number."""
-    if isinstance(value, str):
-        try:
-            return float(value) if math.isfinite(float(value)) else value  # a folder may be called nan
-        except ValueError:
-            return value
-    return value
-
-
-def _has_inner(loc: tuple[Any, ...], blamed: list[tuple[Any, ...]]) -> bool:
-    """Whether something inside `loc` is blamed too: a tuple counts as too short when its items were refused."""
-    return any(len(other) > len(loc) and other[: len(loc)] == loc for other in blamed)
-
-
-def _sentence(item: Any) -> str:
-    path = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        known = _known_names(item["loc"][:-1])
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
-        return f"unknown config key {path}; {hint}"
-    if item["type"] == "model_type":
-        return f"{path} must hold keys and values, got {_short(item['input'])}"
-    if item["type"] == "path_type":
-        cure = "" if item["input"] is None or isinstance(item["input"], list | dict) else "; put it in quotes"
-        return f"{path} must be a path, got {_short(item['input'])}{cure}"
-    if item["type"] == "too_short":
-        return f"{path} must have at least {item['ctx']['min_length']} item, got {item['ctx']['actual_length']}"
-    message = item["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
-    message = message[:1].lower() + message[1:]
-    if message.startswith("input should be "):
-        return f"{path} must be {message.removeprefix('input should be ')}, got {_short(item['input'])}"
-    return f"{path}: {message}, got {_short(item['input'])}" if path else message
-
-
-def _short(value: Any) -> str:
-    """The value as Python writes it, cut where it is long or deep."""
-    return _SHORT.repr(value)
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 120
-_SHORT.maxlevel = 2
-
-
-def _known_names(parents: tuple[Any, ...]) -> list[str]:
-    model: Any = Config
-    for name in parents:
-        if isinstance(name, int):
-            model = RewardTerm
-            continue
-        field = model.model_fields.get(name)
-        inner = field.annotation if field else None
-        model = inner if isinstance(inner, type) and issubclass(inner, BaseModel) else RewardTerm
-    return sorted(model.model_fields)

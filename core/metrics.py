@@ -69,7 +69,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             by_step[int(row["step"])] = row
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise RunBroken(f"{path} line {number} must be a JSON object with a step, got {line[:80]!r}") from error
     return [by_step[step] for step in sorted(by_step)]
 

@@ -68,8 +68,8 @@ class Plan:
         if on_host > machine.memory_total_bytes:
             shares = ", ".join(f"{w.kind} {w.num} x {w.memory_bytes / GIB:.1f}" for w in self.workers if not w.gpus)
             wrong.append(
-                f"memory must be at least about {on_host / GIB:.1f} GiB, got "
-                f"{machine.memory_total_bytes / GIB:.1f} GiB ({shares}); ask for fewer workers or a smaller rollout.kv_cache_bytes"
+                f"memory must be at least about {on_host / GIB:.1f} GiB, got {machine.memory_total_bytes / GIB:.1f} "
+                f"GiB ({shares}); ask for fewer workers or a smaller rollout.kv_cache_bytes"
             )
         if wrong:
             shares = ", ".join(f"{worker.kind} {worker.num} x {worker.cpus:g}" for worker in self.workers)

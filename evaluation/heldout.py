@@ -58,7 +58,7 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     file = run_dir / EVALUATIONS
     found: dict[int, Evaluation] = {}
     for line in file.read_bytes().split(b"\n") if file.is_file() else []:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             entry = json.loads(line)
             found[entry["step"]] = Evaluation(**entry)
     return [found[step] for step in sorted(found)]

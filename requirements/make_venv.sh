@@ -3,14 +3,17 @@
 # The list holds every package with its version, so nothing is resolved. torch's CPU build is not on every index: the
 # configured ones are asked first, PyTorch's own comes last.
 set -euo pipefail
+[ $# -eq 2 ] && [ -f "$2" ] || { echo "error: make_venv.sh must be given a folder and a list, got: $*" >&2; exit 2; }
 folder=$1 list=$2
 stamp="$folder/.made-from-$(sha256sum "$list" | cut -c1-16)"
 [ -e "$stamp" ] && exit 0
 
 python=${PYTHON:-python3}
+command -v "$python" >/dev/null || { echo "error: PYTHON must be an interpreter, got $python" >&2; exit 2; }
 "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || {
   echo "error: Python must be 3.11 to 3.13, got $("$python" --version 2>&1); set PYTHON=python3.11, say" >&2; exit 2; }
-parent=$(dirname "$folder"); mkdir -p "$parent"
+parent=$(dirname "$folder")
+mkdir -p "$parent" || { echo "error: the folder of $folder must be one that can be made, got $parent" >&2; exit 2; }
 free_gib=$(df -Pk "$parent" | awk 'NR==2 {print int($4 / 1048576)}')
 [ "$free_gib" -ge 6 ] || { echo "error: free disk at $parent must be at least 6 GiB, got $free_gib GiB" >&2; exit 2; }
 

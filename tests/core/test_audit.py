@@ -51,6 +51,8 @@ def test_the_audit_names_ten_lost_groups_and_counts_the_rest(tmp_path):
         ("UPDATE ends SET rolled_back_by = 1 WHERE prompt_id = 'a'", "or rolled back without it: 0:a:0"),
         ("UPDATE ends SET reason = '' WHERE prompt_id = 'a'", "dropped without a reason: 0:a:0"),
         ("DELETE FROM steps WHERE step = 1", "missing or doubled: 1"),
+        ("UPDATE steps SET step = 1000000000 WHERE step = 1", "missing or doubled: 1, 1000000000"),
+        ("DELETE FROM prompts", "not the one the run began with"),
         ("UPDATE steps SET version = 1 WHERE step = 2", "version went from 2 to 1 at step 2"),
         ("DELETE FROM prompts WHERE prompt_id = 'f'", "not the one the run began with"),
         ("UPDATE facts SET value = '9' WHERE name = 'seed'", "seed is 7 in config.yaml and 9 in the ledger"),
@@ -102,3 +104,15 @@ def test_the_audit_writes_nothing_into_the_ledger(tmp_path):
     before = (tmp_path / "ledger.sqlite").read_bytes()
     audit(tmp_path)
     assert (tmp_path / "ledger.sqlite").read_bytes() == before
+
+
+def test_a_fact_that_is_no_number_is_a_corrupt_ledger(tmp_path, capsys):
+    opened(tmp_path, 1).close()
+    tamper(tmp_path, "UPDATE facts SET value = 'x' WHERE name = 'lineage'")
+    assert main(["audit", str(tmp_path)]) == 2
+    assert "must be a whole ledger, got a corrupt one" in capsys.readouterr().err
+
+
+def test_a_name_too_long_for_a_folder_is_one_sentence(capsys):
+    assert main(["audit", "x" * 400]) == 2
+    assert "must be given a run's folder" in capsys.readouterr().err

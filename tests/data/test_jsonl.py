@@ -85,7 +85,7 @@ BAD_LINES = [
     (b'{"id": "x", "prompt": "q"', "broken JSON"),
     (b'{"id": "x", "prompt": "q", "answer": NaN}', "NaN is not a number of JSON"),
     (b'{"id": "x", "prompt": "q", "answer": 1e999}', "number 1e999 is too large"),
-    (b'{"id": "x", "prompt": "q", "answer": ' + b"9" * 5000 + b"}", "a line must be one JSON object"),
+    (b'{"id": "x", "prompt": "q", "answer": ' + b"9" * 5000 + b"}", "... of 5000 digits is too long"),
     (b'{"id": "x", "prompt": "q", "prompt": "p", "answer": 1}', "field 'prompt' stands in it twice"),
     (b'{"id": "x", "prompt": "a\\u0000b", "answer": 1}', "NUL"),
     (b'{"id": "x", "prompt": "a\\ud83d", "answer": 1}', "half a character"),

@@ -99,6 +99,8 @@ def test_a_template_that_refuses_and_a_made_up_role_are_told_in_one_sentence(mak
         template_tokens(picky, [{"role": "user<|im_end|>", "content": "Hi"}])
     with pytest.raises(UserError, match="got no message"):
         template_tokens(picky, [])
+    with pytest.raises(UserError, match="chat template refuses these messages: unsupported operand"):
+        template_tokens(make_tokenizer("{{ 1 + messages }}"), user("Hi"))
     with pytest.raises(UserError, match="at least one token"):
         template_tokens(make_tokenizer("{% if false %}{% endif %}"), user("Hi"))
 
