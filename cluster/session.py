@@ -36,8 +36,6 @@ def start_session(config: ClusterConfig, machine: Machine) -> Session:
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0")
     # Training is what this machine is for now: Ray would start its workers at nice 15.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # What an actor's process leaves behind when it is killed (the engine's child) is ended by Ray's node manager too.
-    os.environ.setdefault("RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper", "true")
     own = {
         "num_cpus": machine.num_cores,
         "object_store_memory": config.object_store_bytes or object_store_bytes(machine),

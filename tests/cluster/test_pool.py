@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -109,3 +110,8 @@ def test_of_several_workers_asked_at_once_the_dead_one_is_named_at_once(make_poo
     with pytest.raises(RunBroken, match="echo-1 died"):
         pool.gather(calls, 60, say, "to sleep")
     assert time.monotonic() - began < 30
+
+
+def test_processes_beside_ray_keep_their_exit_status(ray_session):
+    # Ray can be told to reap every child of its processes itself; a reward's child would then seem to end well.
+    assert subprocess.run(["sh", "-c", "exit 7"]).returncode == 7
