@@ -261,14 +261,9 @@ class Run:
         every, last = self.config.evaluation.every, self.num_steps
         if (step % every and step != last) or (step and step == self.start_step):
             return
-        began = time.monotonic()
         evaluation = evaluate(step, self.flow, self.prepared.dataset.heldout, self.config)
         append_evaluation(self.run_dir, evaluation)
         self.console.evaluation(step, evaluation.accuracy)
-        self.console.say(
-            f"held-out accuracy after {step} steps: {evaluation.accuracy:.3f} "
-            f"({evaluation.correct} of {evaluation.num_prompts}, {time.monotonic() - began:.0f} s)"
-        )
 
     def save_if_due(self, step: int) -> None:
         """A checkpoint every checkpoint.every steps, and at the end."""

@@ -25,14 +25,14 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/bench_sums.yaml"
 
 
-def lines_of(command: list[str], prefix: str) -> list[Any]:
+def lines_of(command: list[str], prefix: str | None = None) -> list[Any]:
     """The JSON values of the command's output lines that start with `prefix`; its output goes to stderr as it comes."""
     values = []
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as process:
         for line in process.stdout or ():
             print(line, end="", file=sys.stderr, flush=True)
-            if line.startswith(prefix):
+            if prefix and line.startswith(prefix):
                 values.append(json.loads(line.removeprefix(prefix)))
     if process.returncode != 0:
         raise SystemExit(f"error: {' '.join(command[:4])} must end well, got exit status {process.returncode}")
@@ -65,8 +65,7 @@ def run_ours(num_steps: int, dtype: str, folder: Path) -> list[dict[str, Any]]:
             f"num_steps={num_steps}",
             f"rollout.dtype={dtype}",
             f"learner.dtype={dtype}",
-        ],
-        "\0",
+        ]
     )
     return read_metrics(run_dir)
 
