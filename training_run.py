@@ -39,7 +39,7 @@ MAX_STEPS_WITHOUT_SIGNAL = 10  # steps in a row without one informative group, a
 
 @dataclass(frozen=True)
 class Judged:
-    """A step's groups with their advantages, and the seconds spent so far."""
+    """A step's groups with their advantages."""
 
     groups: list[Scored]
     judgement: Judgement
@@ -58,7 +58,6 @@ class Run:
         self._cleanup: list[Callable[[], None]] = []
         self._clock = Clock()
         self._asked: set[int] = set()  # steps whose prompts were sent out
-        self._labels: dict[tuple[int, str], int] = {}
         self._steps_without_signal = 0
 
     def __enter__(self) -> Self:
@@ -133,7 +132,7 @@ class Run:
         threads = config.learner.threads or max(1, machine.num_cores // config.learner.num_ranks)
         # A schedule needs the run's length in steps, also where the run was given in epochs.
         counted = config.model_copy(update={"num_steps": self.num_steps, "num_epochs": None})
-        self.learners = LearnerGroup(counted, model, machine, environment(threads), self.console.phase)
+        self.learners = LearnerGroup(counted, model, environment(threads), self.console.phase)
         self.flow = Flow(rollouts, rewards, config.deadlines, self.console.phase)
         self._await_workers(checkpoint)
 

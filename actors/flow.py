@@ -1,6 +1,6 @@
 """The flow of groups: asked of rollout workers, scored by reward workers, collected whole by reference."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,10 @@ import numpy as np
 import ray
 
 from actors.rollout import Ask
-from cluster.pool import POLL_S, WORKER_GONE, Call, Pool
+from cluster.pool import POLL_S, WORKER_GONE, Call, Pool, Say
 from core.config import DeadlineConfig
 from core.errors import DeadlineExceeded, RunBroken
 from core.trajectory import Group, GroupInfo, Prompt
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -118,19 +116,12 @@ class Flow:
 
     def score_first_term(self, groups: list[Group]) -> list[float]:
         """The first reward term of each group's first answer: what held-out accuracy counts."""
-        marks = []
-        for group in groups:
-            while True:
-                call = self.rewards.call("score_terms", group)
-                try:
-                    terms = self.rewards.get(call, self.deadlines.reward_s, self.say, "to score held-out answers")
-                except (*WORKER_GONE, DeadlineExceeded) as error:
-                    self.rewards.replace(call.worker, call.handle, error)
-                    continue
-                self.rewards.done(call)
-                marks.append(next(iter(terms.values()))[0])
-                break
-        return marks
+        deadline_s, what = self.deadlines.reward_s, "to score held-out answers"
+        answers = [
+            self.rewards.answer("score_terms", group, deadline_s=deadline_s, say=self.say, what=what)
+            for group in groups
+        ]
+        return [next(iter(terms.values()))[0] for terms in answers]
 
     def close(self) -> None:
         self.rollouts.close()

@@ -1,19 +1,16 @@
 """The grouping worker as the loop sees it: answers that outlive the worker's death, because its state is kept here."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from actors.crew import environment
 from actors.flow import Scored
-from cluster.pool import WORKER_GONE, Pool
+from cluster.pool import Pool, Say
 from core.config import Config
-from core.errors import DeadlineExceeded
 from core.machine import Machine
 from grouping.worker import GroupingWorker, Judgement, ScoredGroup
-
-Say = Callable[[str], None]
 
 
 class GroupingActor(GroupingWorker):
@@ -94,12 +91,4 @@ class Grouper:
 
     def _ask(self, method: str, *args: Any) -> Any:
         """The worker's answer; waits deadlines.grouping_s for it, and replaces a worker that is dead or silent."""
-        while True:
-            call = self.pool.call(method, *args)
-            try:
-                value = self.pool.get(call, self._deadline_s, self._say, f"to have {method}")
-            except (*WORKER_GONE, DeadlineExceeded) as error:
-                self.pool.replace(call.worker, call.handle, error)
-                continue
-            self.pool.done(call)
-            return value
+        return self.pool.answer(method, *args, deadline_s=self._deadline_s, say=self._say, what=f"to have {method}")

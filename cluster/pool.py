@@ -124,11 +124,21 @@ class Pool:
             try:
                 answers.append(self.get(call, deadline_s, say, what))
                 self.done(call)
-            except WORKER_GONE as error:
-                self.replace(call.worker, call.handle, error)
-            except DeadlineExceeded as error:
+            except (*WORKER_GONE, DeadlineExceeded) as error:
                 self.replace(call.worker, call.handle, error)
         return answers
+
+    def answer(self, method: str, *args: Any, deadline_s: float, say: Say, what: str) -> Any:
+        """One worker's answer; a dead or silent worker is replaced and the question asked again."""
+        while True:
+            call = self.call(method, *args)
+            try:
+                value = self.get(call, deadline_s, say, what)
+            except (*WORKER_GONE, DeadlineExceeded) as error:
+                self.replace(call.worker, call.handle, error)
+                continue
+            self.done(call)
+            return value
 
     def replace(self, worker: Worker, handle: Any, cause: Exception) -> None:
         """Puts a new actor in the place of a dead or silent one, unless that was already done.

@@ -1,21 +1,18 @@
 """All learner ranks as one: all are asked at once; the first that dies or falls silent ends the run by name."""
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
-from cluster.pool import Call, Pool, WorkerLost
+from cluster.pool import Call, Pool, Say, WorkerLost
 from core.config import Config
 from core.errors import RunBroken
-from core.machine import Machine
 from core.trajectory import Group
 from learners.rank import LearnerRank
-
-Say = Callable[[str], None]
 
 
 class RankActor:
@@ -66,7 +63,7 @@ class RankActor:
 class LearnerGroup:
     """The policy's learners: groups and advantages in, new weights out."""
 
-    def __init__(self, config: Config, model: Path, machine: Machine, environment: dict[str, Any], say: Say) -> None:
+    def __init__(self, config: Config, model: Path, environment: dict[str, Any], say: Say) -> None:
         learner = config.learner
         self._deadlines, self._say, self._num_ranks = config.deadlines, say, learner.num_ranks
         actor = ray.remote(

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+import core.machine
 from core.errors import UserError
 from policy.attention import ATTENTION_NAME, GroupLayout
 
@@ -50,12 +51,10 @@ class TokenScores(NamedTuple):
     entropy: torch.Tensor  # [N] float32, nats, of the distribution each token was drawn from; without gradient
 
 
-def resolve_dtype(name: str, device: str) -> torch.dtype:
+def resolve_dtype(name: Any, device: Any) -> torch.dtype:
     """The torch type of a config's dtype; auto is bfloat16 where the hardware multiplies it, else float32."""
-    if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    fast = device == "cuda" or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
+    resolved = core.machine.resolve_dtype(name, device, core.machine.read_machine())
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[resolved]
 
 
 def load_model(folder: Path | str, dtype: torch.dtype, device: str = "cpu") -> Any:

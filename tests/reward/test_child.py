@@ -8,23 +8,9 @@ from pathlib import Path
 import pytest
 
 from reward.child import Child, ChildEnded, ChildSilent
+from tests.reward.processes import gone_within, is_running
 
 PROJECT = Path(__file__).resolve().parents[2]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def gone_within(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not is_running(pid)
 
 
 def test_children_die_with_a_parent_killed_by_force_even_stuck_in_c(tmp_path: Path) -> None:

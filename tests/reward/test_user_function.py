@@ -10,6 +10,7 @@ from core.config import RewardConfig, RewardTerm
 from core.errors import DeadlineExceeded, RunBroken, UserError
 from core.trajectory import Group
 from reward.user_function import UserFunction
+from tests.reward.processes import gone_within, is_running
 
 Make = Callable[..., UserFunction]
 
@@ -48,21 +49,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
     yield from_source
     for function in made:
         function.close()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def gone_within(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while is_running(pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not is_running(pid)
 
 
 ONE = "def score(prompt_id, answer, text):\n"
