@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import ObjectLostError, RayActorError
 
 from core.config import ClusterConfig
-from core.errors import DeadlineExceeded, RunBroken, WorkerBroken
+from core.errors import DeadlineExceeded, RunBroken
 
 Say = Callable[[str], None]
 POLL_S = 0.5  # how often a wait looks up to say whom it waits for
@@ -17,7 +17,7 @@ POLL_S = 0.5  # how often a wait looks up to say whom it waits for
 MAX_CAUSE = 400  # characters of a cause in an error; Ray's own can fill a screen
 
 # Errors that mean: this worker is gone, ask another. Anything else a worker raises is the run's own trouble.
-WORKER_GONE = (RayActorError, WorkerBroken, ObjectLostError)
+WORKER_GONE = (RayActorError, ObjectLostError)
 
 
 @dataclass

@@ -6,7 +6,7 @@ UserError with one sentence (nearest known name for a typo). Each folder of the 
 
 import os
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -294,8 +294,11 @@ class Config(Section):
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
 
-def load_config(path: Path | str, overrides: list[str] | None = None) -> Config:
-    """The checked Config of a YAML file with `section.key=value` overrides laid over it; UserError on any mistake."""
+Root = TypeVar("Root", bound=Section)
+
+
+def load_config(path: Path | str, overrides: list[str] | None = None, kind: type[Root] = Config) -> Root:  # type: ignore[assignment]
+    """The checked config of a YAML file with `section.key=value` overrides laid over it; UserError on any mistake."""
     source = Path(path)
     try:
         with source.open(encoding="utf-8") as stream:
@@ -307,19 +310,19 @@ def load_config(path: Path | str, overrides: list[str] | None = None) -> Config:
     if not isinstance(tree, dict):
         raise UserError(f"config {source} must hold keys and values, got {type(tree).__name__}")
     for word in overrides or []:
-        apply_override(tree, word, Config)
-    return parse_config(tree, str(source))
+        apply_override(tree, word, kind)
+    return parse_config(tree, str(source), kind)
 
 
-def parse_config(tree: dict[str, Any], where: str) -> Config:
-    """The checked Config of a nested dict; UserError names the field, the value and the cure."""
+def parse_config(tree: dict[str, Any], where: str, kind: type[Root] = Config) -> Root:  # type: ignore[assignment]
+    """The checked config of a nested dict; UserError names the field, the value and the cure."""
     try:
-        return Config.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
         items = error.errors()
         blamed = [item["loc"] for item in items]
         own = [item for item in items if item["type"] != "too_short" or not has_inner(item["loc"], blamed)]
-        raise UserError("; ".join(sentence(item, Config) for item in own) + f" ({where})") from None
+        raise UserError("; ".join(sentence(item, kind) for item in own) + f" ({where})") from None
 
 
 def dump_config(config: Config) -> str:

@@ -14,7 +14,3 @@ class RunBroken(RuntimeError):
 
 class DeadlineExceeded(RunBroken):
     """A wait that outlived its deadline; the sentence names who was waited for, how long, and what to do."""
-
-
-class WorkerBroken(RunBroken):
-    """One worker that cannot go on, though the run can: its pool replaces it and asks again."""

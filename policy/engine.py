@@ -3,10 +3,13 @@
 The same code drives vLLM on CPU and on CUDA; only `engine_arguments` looks at the device.
 """
 
+import asyncio
 import ctypes
 import os
 import signal
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,14 +115,14 @@ class Engine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self._config, self._model)))
-        await self._llm.collective_rpc("die_with_parent")
+        end_with_processes(await self._llm.collective_rpc("die_with_parent"))
         await self._llm.update_weight_version(str(self.version))
         await self.answer([1], seed=None, max_tokens=1)
 
     async def answer(self, prompt: list[int], seed: int | None, max_tokens: int | None = None) -> Answer:
         """One answer to the prompt's ids; greedy and without log-probs where seed is None.
 
-        Waits for the engine; unblocked by its last token. RunBroken where the engine is dead.
+        Waits for the engine; unblocked by its last token, or by the end of this process where the engine dies.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -169,14 +172,21 @@ class Engine:
                 f"weights must load from {folder}, got {type(error).__name__}: {error}; version {self.version} goes on"
             ) from error
 
-    async def check(self) -> None:
-        """Raises where the engine is dead."""
-        await self._llm.check_health()
 
-    def close(self) -> None:
-        if self._llm is not None:
-            self._llm.shutdown()
-            self._llm = None
+def end_with_processes(pids: Sequence[int]) -> None:
+    """Ends this process, as a crash would, when one of the engine's processes is gone.
+
+    vLLM answers some calls of a dead engine with an error and leaves others waiting for ever; a dead actor is one thing
+    that its pool hears at once and knows how to replace.
+    """
+    loop = asyncio.get_running_loop()
+    for pid in pids:
+        loop.add_reader(os.pidfd_open(pid), _end_this_process, pid)
+
+
+def _end_this_process(pid: int) -> None:
+    print(f"error: engine process {pid} must stay alive, and is gone; its worker ends too", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _answer_of(output: Any, version: int) -> Answer:

@@ -77,16 +77,16 @@ def planned_ids(run_dir: Path, num_steps: int) -> dict[int, list[str]]:
     return {step: sorted(ids[row] for _, row in prompts_of_step(config, len(ids), step)) for step in range(num_steps)}
 
 
-def test_a_run_survives_kill_9_of_its_rollout_its_reward_and_its_grouping_worker(start):
+def test_a_run_survives_kill_9_of_every_worker_it_can_replace_and_of_the_engine_below_one(start):
     run = start("num_epochs=4", "max_staleness=1")  # 12 steps: 4 + 4 + 2 prompts an epoch
-    for done, title in ((1, "RewardWorker"), (2, "RolloutWorker"), (4, "GroupingActor")):
+    for done, title in ((1, "RewardWorker"), (2, "RolloutWorker"), (4, "GroupingActor"), (6, "EngineCore")):
         run.wait_for(lambda done=done: run.steps() >= done, 240)
         run.worker(title).kill()
     assert run.wait(300) == 0, run.text()[-4000:]
     proof = audit(run.run_dir)
     assert proof.returncode == 0, proof.stdout + proof.stderr
     assert trained_ids(run.run_dir) == planned_ids(run.run_dir, 12)
-    assert metrics(run.run_dir)[-1]["workers_replaced"] >= 3
+    assert metrics(run.run_dir)[-1]["workers_replaced"] >= 4
     assert max(line["staleness_max"] for line in metrics(run.run_dir)) == 1
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert summary["samples_trained"] == 4 * 10 * 4  # epochs x prompts x samples
