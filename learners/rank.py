@@ -15,8 +15,10 @@ from torch import distributed
 
 from core.config import Config
 from core.trajectory import Group
+from learners.dither import dither_masters, dither_parameters
 from learners.engine import (
     backward,
+    deepspeed_module,
     full_weights,
     join_process_group,
     leave_process_group,
@@ -56,7 +58,11 @@ class LearnerRank:
         self._parameters = dict(model.named_parameters())
         policy = Policy(model, config.rollout.temperature, learner.logprob_chunk, learner.checkpoint_every_layers)
         self.policy = policy
+        if self.dtype == torch.float32 and resolve_dtype(config.rollout.dtype, config.rollout.device) == torch.bfloat16:
+            dither_parameters(self._parameters, config.seed)
         self._engine = start_engine(config, policy, self.dtype)
+        if self.dtype == torch.bfloat16:
+            dither_masters(self._engine, deepspeed_module(learner.device), self._parameters, config.seed)
         self._reference = self._make_reference() if learner.kl_coefficient > 0 else None
         self._last_kl: float | None = None
         self.version = 0  # of the weights, as last published

@@ -28,7 +28,7 @@ def make_rank(**learner: Any) -> LearnerRank:
     settings = {"learning_rate": 0.3, "adam_epsilon": 0.1, "threads": 1, "dtype": "float32", "logprob_chunk": 16}
     tree = {
         "num_steps": 8,
-        "rollout": {"max_new_tokens": 8},
+        "rollout": {"max_new_tokens": 8, "dtype": "float32"},
         "learner": settings | {"num_ranks": WORLD} | learner,
     }
     return LearnerRank(parse_config(tree, "test"), FOLDER / "model", RANK, WORLD, "127.0.0.1", PORT)
@@ -124,6 +124,14 @@ def published() -> dict[str, Any]:
     return closed(rank, {"names": list(rank.weights()), "version": rank.version})
 
 
+def brain_floats(number: int) -> dict[str, Any]:
+    """An update far below bf16's grid: the whole bf16 weights before and after, and the masters' own way."""
+    rank = make_rank(zero_stage=number, dtype="bfloat16", learning_rate=2e-5, adam_epsilon=1e-8)
+    start = flat(rank)
+    train(rank, range(1))
+    return closed(rank, {"start": start})
+
+
 def minibatches() -> dict[str, Any]:
     rank = make_rank(num_minibatches=2)
     return closed(rank, {"metrics": train(rank, range(1))})
@@ -133,6 +141,8 @@ def main() -> None:
     results: dict[str, Any] = {f"stage_{number}": stage(number) for number in range(4)}
     results["published"] = published()
     results["minibatches"] = minibatches()
+    for number in range(4):
+        results[f"bf16_{number}"] = brain_floats(number)
     for number in (0, 2):
         results[f"resumed_{number}"] = resumed(number)
     if WORLD == 1:

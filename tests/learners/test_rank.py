@@ -86,6 +86,21 @@ def test_micro_batches_give_the_update_of_one_batch_at_every_stage(one, stage):
     assert update_error(one[f"micro_{stage}"], one["stage_0"]) <= 1e-5
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_bf16_weights_follow_an_update_below_their_grid(one, two, stage):
+    # Adam's first step is 2e-5 times the gradient's sign; weights of this model are about 0.02, whose grid is 6e-5 to
+    # 1.2e-4 wide. Masters on the grid would round every such step of such a weight away.
+    for results in (one, two):
+        run = results[f"bf16_{stage}"]
+        grid = 2.0 ** (torch.frexp(run["start"])[1] - 8)
+        wide = (run["start"].abs() > 0.01) & (run["start"].abs() < 0.9)  # the norms' weights of 1 take no part
+        moved = (run["weights"] - run["start"])[wide]
+        steps = (moved / grid[wide]).abs()
+        assert steps.max() <= 2  # at most a grid step, or half of the wider neighbour's
+        # In expectation 2e-5 each where the gradient is not 0; clipping and near-zero gradients take a little.
+        assert 1.2e-5 < float(moved.abs().mean()) < 2.4e-5
+
+
 def test_a_step_tells_what_it_did(one):
     first = one["stage_0"]["metrics"][0]
     assert first["policy_ratio_mean"] == pytest.approx(1.0)  # one optimizer step: the policy is its own past
