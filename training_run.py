@@ -25,12 +25,14 @@ from core.errors import RunBroken, UserError
 from core.ledger import DroppedGroup, Ledger, Reached, RunFacts, TrainedGroup
 from core.metrics import MetricsLog
 from core.plan import count_parameters
+from data.dataset import digest_of_rows
 from data.schedule import prompts_of_step
 from evaluation.heldout import append_evaluation, evaluate
 from evaluation.report import write_report
 from evaluation.summary import step_metrics, summarize
 from grouping.worker import Judgement
 from learners.group import LearnerGroup
+from policy.bundled import model_digest
 from policy.published import PublishedWeights
 from preparation import Prepared
 
@@ -91,6 +93,8 @@ class Run:
                 prompts_per_step=self.config.prompts_per_step,
                 seed=self.config.seed,
                 max_staleness=self.config.max_staleness,
+                rows_digest=digest_of_rows(dataset.train),
+                model_digest=model_digest(self.prepared.model),
             )
         )
         # Only now: a resume that was refused must leave the run's own config in place.

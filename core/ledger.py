@@ -73,10 +73,13 @@ class Ledger:
             elif found != FORMAT:
                 raise UserError(f"{self._path} must have format {FORMAT}, got {found}; choose another run_dir")
             old = dict(self._db.execute("SELECT name, value FROM facts"))
-        changed = [f"{name} was {old[name]}, is {value}" for name, value in new.items() if old[name] != value]
+        # A ledger of an earlier release does not know the later facts.
+        changed = [
+            f"{name} was {old[name]}, is {value}" for name, value in new.items() if old.get(name, value) != value
+        ]
         if changed:
             raise UserError(
-                f"a resumed run must keep its data and sizes, got: {'; '.join(changed)} ({self._path.parent}); "
+                f"a resumed run must keep its data, model and sizes, got: {'; '.join(changed)} ({self._path.parent}); "
                 "put them back, or choose another run_dir"
             )
         self._facts = facts

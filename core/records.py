@@ -39,6 +39,8 @@ class RunFacts:
     prompts_per_step: int
     seed: int
     max_staleness: int = 0
+    rows_digest: str = ""  # of the rows' token ids and answers
+    model_digest: str = ""  # of the model that training began with
 
 
 @dataclass(frozen=True)
@@ -117,4 +119,6 @@ def facts_as_text(facts: RunFacts) -> dict[str, str]:
         "samples_per_prompt": str(facts.samples_per_prompt),
         "prompts_per_step": str(facts.prompts_per_step),
         "seed": str(facts.seed),
+        "rows_digest": facts.rows_digest,
+        "model_digest": facts.model_digest,
     }

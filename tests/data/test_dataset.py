@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from core.config import parse_config
 from core.errors import UserError
-from data.dataset import load_dataset, split_heldout
+from core.trajectory import Prompt
+from data.dataset import digest_of_rows, load_dataset, split_heldout
 from data.row import Row
 from data.template import template_tokens
 
@@ -139,3 +140,11 @@ def test_a_row_more_in_the_file_leaves_the_heldout_rows_where_they_were():
 def test_one_question_cannot_be_split():
     with pytest.raises(UserError, match="at least two different questions to hold one out, got 1"):
         split_heldout(rows_asking([3, 3]), 0.5, 0)
+
+
+def test_the_rows_fingerprint_tells_an_edited_answer_or_question_from_the_old_one():
+    row = Prompt("a", "What is 1 + 1?", (5, 6), "2")
+    assert digest_of_rows((row,)) == digest_of_rows((Prompt("a", "another text of the same ids", (5, 6), "2"),))
+    for prompt_id, tokens, answer in (("a", (5, 7), "2"), ("a", (5, 6), "3"), ("b", (5, 6), "2")):
+        assert digest_of_rows((Prompt(prompt_id, row.text, tokens, answer),)) != digest_of_rows((row,))
+    assert digest_of_rows((row, row)) != digest_of_rows((row,))

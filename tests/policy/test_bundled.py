@@ -8,7 +8,7 @@ import pytest
 
 from core.errors import UserError
 from policy import bundled
-from policy.bundled import load_tokenizer, resolve_model
+from policy.bundled import load_tokenizer, model_digest, resolve_model
 from tests.tiny import save_tiny_model
 
 pytestmark = pytest.mark.fast
@@ -89,3 +89,11 @@ def test_the_bundled_model_says_what_it_lacks(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"must convert from .*cut\.gguf"):
         resolve_model("smollm2-135m")
     assert list((tmp_path / "cache").iterdir()) == []  # nothing half-made stays
+
+
+def test_the_fingerprint_of_a_model_is_of_its_weights_and_config_not_of_its_folder(tmp_path):
+    first, same, other = (save_tiny_model(tmp_path / name, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    assert model_digest(first) == model_digest(same)
+    assert model_digest(first) != model_digest(other)
+    (same / "config.json").write_text((same / "config.json").read_text() + " ")
+    assert model_digest(first) != model_digest(same)
