@@ -51,7 +51,7 @@ class CacheConfig(Section):
 
     enabled: bool = True
     redis_url: str | None = None  # None: an embedded Valkey of our own; redis://, rediss://, unix://, redis+sentinel://
-    max_memory_bytes: int = Field(64 << 20, ge=1 << 20, description="of the embedded server; least recently used go")
+    max_memory_bytes: int = Field(64 << 20, ge=4 << 20, description="of the embedded server; least recently used go")
     ttl_s: float = Field(86400, gt=0)
     ttl_jitter: float = Field(0.1, ge=0, lt=1, description="share of ttl_s an entry may live longer or shorter")
     timeout_s: float = Field(0.05, gt=0, le=1, description="longest wait for one command")
@@ -79,6 +79,8 @@ class GateConfig(Section):
 
     max_relative_loss: float = Field(0.01, gt=0, lt=1, description="bound on (full - candidate) / full reward")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="of the one-sided bound")
+    max_loss_to_stable: float = Field(0.05, gt=0, lt=1, description="the same of a new version against the stable one")
+    confidence_to_stable: float = Field(0.6, gt=0.5, lt=1, description="low: the canary is the strict judge of that")
     num_tasks: int = Field(256, ge=16, description="held-out tasks both models answer")
     max_perplexity_ratio: float = Field(1.3, gt=1, description="candidate / full, on fixed text")
     time_limit_s: float = Field(1800, gt=0)
@@ -125,8 +127,8 @@ class ServeConfig(Section):
                 f"replica.min_replicas must be at most replica.max_replicas ({self.replica.max_replicas}), "
                 f"got {self.replica.min_replicas}"
             )
-        if list(self.canary.shares) != sorted(set(self.canary.shares)) or not 0 < self.canary.shares[-1] <= 1:
-            raise ValueError(f"canary.shares must rise within 0 to 1, got {self.canary.shares}")
+        if list(self.canary.shares) != sorted(set(self.canary.shares)) or not 0 < self.canary.shares[-1] < 1:
+            raise ValueError(f"canary.shares must rise between 0 and 1, got {self.canary.shares}")
         if any(size < 8 for size in self.quantize.group_sizes):
             raise ValueError(f"quantize.group_sizes must be at least 8 each, got {self.quantize.group_sizes}")
         return self
