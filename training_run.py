@@ -16,6 +16,7 @@ from actors.grouper import Grouper
 from actors.rollout import Ask
 from cluster.memory import peak_memory_bytes
 from cluster.session import Session, end_session, start_session
+from cluster.training_metrics import TrainingMetrics
 from core.checkpoint import newest_checkpoint, write_checkpoint
 from core.clock import Clock
 from core.config import dump_config
@@ -125,6 +126,8 @@ class Run:
         self._cleanup.append(end_session)
         session = start_session(config.cluster, machine)
         self._check_cluster(session)
+        self._exported = TrainingMetrics(self.run_dir.name)
+        self._cleanup.append(self._exported.close)
         self.console.say(f"Ray dashboard: {session.dashboard or 'none'}")
         self.version = self.ledger.version_at_start()
         self._published = PublishedWeights(self.run_dir, 4 * count_parameters(model))
@@ -257,6 +260,7 @@ class Run:
         metrics |= {"seconds": time.monotonic() - self._clock.started, "groups_trained": len(kept)}
         metrics |= {"groups_dropped": len(judged.groups) - len(kept), "workers_replaced": self._num_replaced()}
         self._metrics.append(metrics)
+        self._exported.record(metrics)
         self.console.step(metrics)
 
     def evaluate_if_due(self, step: int) -> None:
@@ -266,6 +270,7 @@ class Run:
             return
         evaluation = evaluate(step, self.flow, self.prepared.dataset.heldout, self.config)
         append_evaluation(self.run_dir, evaluation)
+        self._exported.record({"heldout_accuracy": evaluation.accuracy})
         self.console.evaluation(step, evaluation.accuracy)
 
     def save_if_due(self, step: int) -> None:

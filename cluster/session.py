@@ -12,6 +12,7 @@ from core.config import ClusterConfig
 from core.errors import UserError
 from core.machine import Machine, object_store_bytes
 
+NAMESPACE = "grpo"  # of named actors: who joins later finds them
 PROJECT = Path(__file__).resolve().parent.parent
 
 
@@ -50,6 +51,7 @@ def start_session(config: ClusterConfig, machine: Machine) -> Session:
                 address=address,
                 logging_level=logging.ERROR,
                 log_to_driver=False,
+                namespace=NAMESPACE,
                 runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(_python_path())}},
                 **(own if address == "local" else {}),
             )
