@@ -6,7 +6,7 @@ RUN_DIR ?= runs/demo-$(shell date +%Y%m%d-%H%M%S)
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu demo test test-fast lint types bench-train requirements clean
+.PHONY: help setup setup-gpu setup-awq demo serve bench-serve test test-fast lint types bench-train requirements clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -21,10 +21,21 @@ setup-gpu:  ## make .venv-gpu from requirements/gpu.txt, on a machine with CUDA
 demo: setup  ## train the bundled 135M model on arithmetic, end to end, on this machine
 	@$(PY) train.py configs/laptop.yaml run_dir=$(RUN_DIR)
 
+setup-awq: setup
+	@requirements/make_overlay.sh .venv-awq requirements/awq.txt $(PY)
+
+serve: setup-awq  ## serve the newest trained run, or the bundled model, over HTTP on this machine
+	@$(PY) -m serve $(SOURCE)
+
+bench-serve: setup-awq  ## the gateway against the bare engine, cache hits against a constant
+	@$(PY) -m benchmarks.bench_serve
+
 test: setup  ## every test that needs no GPU
+	@requirements/test_tools.sh
 	@$(PY) -m pytest -m "not gpu"
 
 test-fast: setup  ## the pure tests: no Ray, no vLLM
+	@requirements/test_tools.sh
 	@$(PY) -m pytest -m fast
 
 lint: setup  ## ruff
@@ -46,4 +57,4 @@ requirements: setup  ## renew the pinned lists from pyproject.toml (needs uv)
 	rm requirements/.gpu-overrides
 
 clean:  ## remove the environment and the caches, not the runs
-	rm -rf .venv .venv-gpu .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-gpu .venv-awq .venv-peer .pytest_cache .mypy_cache .ruff_cache

@@ -14,7 +14,7 @@ TEMPLATE = (
 
 def save_tiny_model(folder: Path, seed: int = 0) -> Path:
     """The folder, now holding a 2-layer model whose answers are short: its end token is likely."""
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer()
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -38,7 +38,8 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, with an end token and a chat template."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -14,7 +14,7 @@ from serve.config import CacheConfig
 from serve.redis_server import EmbeddedServer
 from tests.serve.servers import redis_server
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.process
 PROJECT = Path(__file__).resolve().parents[2]
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.serve.browser import Browser
 from tests.serve.small_server import CANARY, STABLE, SmallServer, listening
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.process
 EVIL = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>&amp; é漢🦙"
 
 

@@ -16,7 +16,7 @@ from serve.rate_limit import RateLimiter
 from serve.redis_link import RedisLink
 from serve.redis_server import EmbeddedServer
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from serve.config import CacheConfig
 from tests.serve.outages import bears_an_outage, opened, works_again
 from tests.serve.servers import ask, free_port, redis_server, wait_until
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.process
 
 
 def test_a_wrong_password_is_an_outage_until_it_is_right(tmp_path, caplog):

@@ -18,7 +18,7 @@ from tests.serve import servers
 from tests.serve.outages import BUSY_S, bears_an_outage, opened, timed, works_again
 from tests.serve.servers import free_port, lying_server, redis_server
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.process
 
 
 @pytest.fixture

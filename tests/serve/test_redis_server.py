@@ -20,7 +20,7 @@ from serve.config import CacheConfig
 from serve.redis_server import EmbeddedServer
 from tests.reward.processes import gone_within, is_running
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.process
 PROJECT = Path(__file__).resolve().parents[2]
 
 

@@ -14,7 +14,7 @@ import pytest
 from serve.progress import Journal
 from tests.serve.simulated import Behaviour, Scene, continued
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.process
 CHECKOUT = Path(__file__).parents[2]
 
 

@@ -1,0 +1,78 @@
+"""The Ray Serve applications: one gateway, and one deployment of replicas a version."""
+
+import functools
+from typing import Any
+
+import ray
+from ray import serve
+
+from actors.crew import environment
+from core.machine import read_machine
+from serve.config import ServeConfig
+from serve.names import GATEWAY, application_of
+from serve.replica import Replica
+from serve.traffic import BOARD, TrafficBoard
+
+
+def open_port(config: ServeConfig) -> None:
+    """Starts Ray Serve on the public address: before any application, or it takes one of its own."""
+    serve.start(http_options={"host": config.gateway.host, "port": config.gateway.port})
+
+
+def start_board() -> Any:
+    """The actor that gateways report their traffic to; the one already there where serving was started before."""
+    return (
+        ray.remote(TrafficBoard)
+        .options(name=BOARD, get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1)
+        .remote()
+    )
+
+
+def start_gateway(config: ServeConfig, cache_url: str | None) -> None:
+    """Starts the gateway; returns when it answers. open_port comes first, and a version must be registered."""
+    builder = functools.partial(_gateway, config, cache_url)
+    deployment = serve.deployment(
+        name="Gateway",
+        num_replicas=config.gateway.num_replicas,
+        max_ongoing_requests=1024,  # the replicas' queues are what limits
+        ray_actor_options={"num_cpus": 0, "runtime_env": environment(1)},
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=config.replica.drain_s,
+    )(serve.ingress(builder)())
+    serve.run(deployment.bind(), name=GATEWAY, route_prefix="/")
+
+
+def start_version(config: ServeConfig, digest: str) -> None:
+    """Starts the replicas of a version; returns when they are ready. RuntimeError where they do not come up."""
+    replica = config.replica
+    deployment = serve.deployment(
+        name="Replica",
+        max_ongoing_requests=replica.max_ongoing_requests,
+        max_queued_requests=replica.max_queued_requests,
+        autoscaling_config={
+            "min_replicas": replica.min_replicas,
+            "max_replicas": replica.max_replicas,
+            "target_ongoing_requests": replica.target_ongoing_requests,
+        },
+        ray_actor_options={
+            "num_cpus": replica.cpus,
+            "num_gpus": replica.tensor_parallel_size if replica.device == "cuda" else 0,
+            "runtime_env": environment(replica.threads or read_machine().num_cores),
+        },
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=replica.drain_s,
+    )(Replica)
+    serve.run(deployment.bind(config, digest), name=application_of(digest), route_prefix=None)
+
+
+def stop_version(digest: str) -> None:
+    """Drains and ends a version's replicas."""
+    serve.delete(application_of(digest))
+
+
+def _gateway(config: ServeConfig, cache_url: str | None) -> Any:
+    """Runs in the gateway's process, and imports vLLM only there: it takes twenty seconds."""
+    from serve.gateway import build_gateway
+
+    return build_gateway(config, cache_url)

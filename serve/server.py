@@ -1,0 +1,75 @@
+"""Everything behind the public port on this machine, up together and gone together."""
+
+import json
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import ray
+from ray import serve
+
+from cluster.session import end_session, start_session
+from core.durable import write_text
+from core.errors import RunBroken
+from core.machine import read_machine
+from serve.application import open_port, start_board, start_gateway, start_version
+from serve.cache_server import start_cache_server
+from serve.config import ServeConfig
+from serve.registry import Registry
+from serve.running import RECORD
+
+START_LIMIT_S = 60.0
+Say = Callable[[str], None]
+
+
+class Server:
+    """Ray, the cache, the registered versions and the gateway; a context manager."""
+
+    def __init__(self, config: ServeConfig, say: Say) -> None:
+        self._config, self._say = config, say
+        self.registry = Registry(config.serve_dir)
+        self.url = f"http://{config.gateway.host}:{config.gateway.port}"
+
+    def __enter__(self) -> Self:
+        """Returns when the gateway answers. RunBroken where no version is registered."""
+        routing = self.registry.routing()
+        if routing.stable is None:
+            raise RunBroken("a version must be registered before serving starts, got none (Server)")
+        try:
+            session = start_session(self._config.cluster, read_machine())
+            self._say(f"Ray dashboard: {session.dashboard or 'none'}")
+            open_port(self._config)
+            start_board()
+            cache_url = self._cache_url()
+            for digest in filter(None, (routing.stable, routing.canary)):
+                self._say(f"starting version {digest[:12]}")
+                start_version(self._config, digest)
+            self._say("starting the gateway")
+            start_gateway(self._config, cache_url)
+            record = {"url": self.url, "pid": os.getpid(), "ray_address": ray.get_runtime_context().gcs_address}
+            write_text(self._config.serve_dir / RECORD, json.dumps(record) + "\n")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets running answers end, at most replica.drain_s, then ends everything."""
+        (self._config.serve_dir / RECORD).unlink(missing_ok=True)
+        if ray.is_initialized():
+            serve.shutdown()
+        end_session()
+
+    def _cache_url(self) -> str | None:
+        cache = self._config.cache
+        if not cache.enabled:
+            return None
+        if cache.redis_url is not None:
+            return cache.redis_url
+        return str(ray.get(start_cache_server(cache).url.remote(), timeout=START_LIMIT_S))
