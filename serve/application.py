@@ -1,6 +1,5 @@
 """The Ray Serve applications: one gateway, and one deployment of replicas a version."""
 
-import functools
 from typing import Any
 
 import ray
@@ -30,7 +29,13 @@ def start_board() -> Any:
 
 def start_gateway(config: ServeConfig, cache_url: str | None) -> None:
     """Starts the gateway; returns when it answers. open_port comes first, and a version must be registered."""
-    builder = functools.partial(_gateway, config, cache_url)
+
+    def build() -> Any:
+        """Runs in the gateway's process, and imports vLLM only there: it takes twenty seconds."""
+        from serve.gateway import build_gateway
+
+        return build_gateway(config, cache_url)
+
     deployment = serve.deployment(
         name="Gateway",
         num_replicas=config.gateway.num_replicas,
@@ -38,7 +43,7 @@ def start_gateway(config: ServeConfig, cache_url: str | None) -> None:
         ray_actor_options={"num_cpus": 0, "runtime_env": environment(1)},
         health_check_period_s=2,
         graceful_shutdown_timeout_s=config.replica.drain_s,
-    )(serve.ingress(builder)())
+    )(serve.ingress(build)())
     serve.run(deployment.bind(), name=GATEWAY, route_prefix="/")
 
 
@@ -69,10 +74,3 @@ def start_version(config: ServeConfig, digest: str) -> None:
 def stop_version(digest: str) -> None:
     """Drains and ends a version's replicas."""
     serve.delete(application_of(digest))
-
-
-def _gateway(config: ServeConfig, cache_url: str | None) -> Any:
-    """Runs in the gateway's process, and imports vLLM only there: it takes twenty seconds."""
-    from serve.gateway import build_gateway
-
-    return build_gateway(config, cache_url)

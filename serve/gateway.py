@@ -5,6 +5,7 @@ import contextlib
 import functools
 import math
 import uuid
+from argparse import Namespace
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
@@ -50,6 +51,7 @@ def build_gateway(config: ServeConfig, cache_url: str | None) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=config.gateway.max_body_bytes)
     app.add_middleware(Measured, metrics=gateway.metrics)  # the last added is the outermost
     app.state.metrics = gateway.metrics
+    app.state.args = Namespace(log_error_stack=False)  # read by vLLM's handlers of errors
     replicas = ReplicaCounts(gateway.router.routing)
     app.include_router(page_router(gateway.metrics, config.gateway.model_name, gateway.tenant, replicas.read))
     app.post("/v1/chat/completions")(gateway.chat)

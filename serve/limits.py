@@ -1,5 +1,6 @@
 """What a body may be, told in 400s that name the field; the rest of the validation is vLLM's."""
 
+import contextlib
 import difflib
 from typing import Any
 
@@ -40,31 +41,35 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        num_bytes, started = 0, False
+        num_bytes, has_begun, is_refused = 0, False, False
 
         async def counted() -> Message:
-            nonlocal num_bytes
+            nonlocal num_bytes, is_refused
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
+            if num_bytes > self._max_bytes and not is_refused:
+                is_refused = True
+                if not has_begun:
+                    await self._refuse(send)
+            if is_refused:
                 raise TooLarge
             return message
 
-        async def noted(message: Message) -> None:
-            nonlocal started
-            started = True
-            await send(message)
+        async def passed_on(message: Message) -> None:
+            nonlocal has_begun
+            if not is_refused:  # what the application makes of TooLarge is of no interest any more
+                has_begun = True
+                await send(message)
 
-        try:
-            await self._app(scope, counted, noted)
-        except TooLarge:
-            if started:
-                raise
-            body = b'{"error":{"message":"a body must have at most %d bytes; send a shorter prompt",' % self._max_bytes
-            body += b'"type":"RequestEntityTooLarge","param":null,"code":413}}'
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 413, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+        with contextlib.suppress(TooLarge):
+            await self._app(scope, counted, passed_on)
+
+    async def _refuse(self, send: Send) -> None:
+        body = b'{"error":{"message":"a body must have at most %d bytes; send a shorter prompt",' % self._max_bytes
+        body += b'"type":"RequestEntityTooLarge","param":null,"code":413}}'
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 413, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
 
 def check_request(request: Any, max_choices: int) -> None:

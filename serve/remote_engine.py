@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, NoReturn
 
 import vllm
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from vllm.config import VllmConfig
@@ -187,6 +187,8 @@ class RemoteEngine(EngineClient):
                 await _wait_before_next(number, error)
             except BackPressureError as error:
                 raise Overloaded(str(error)) from error
+            except RayTaskError as error:
+                raise _own(error) from None
             except asyncio.CancelledError:
                 response.cancel()
                 raise
@@ -217,6 +219,8 @@ class RemoteEngine(EngineClient):
                 await _wait_before_next(number, error)
             except BackPressureError as error:
                 raise Overloaded(str(error)) from error
+            except RayTaskError as error:
+                raise _own(error) from None
             finally:
                 stream.cancel()
 
@@ -262,6 +266,12 @@ def _not_here(name: str) -> Any:
 for _name in sorted(RemoteEngine.__abstractmethods__):
     setattr(RemoteEngine, _name, _not_here(_name))
 RemoteEngine.__abstractmethods__ = frozenset()
+
+
+def _own(error: RayTaskError) -> BaseException:
+    """What the replica raised, where that is the client's mistake; else the error that carries its traceback."""
+    cause = error.cause
+    return cause if isinstance(cause, VLLMClientError | ValueError) else error
 
 
 def _piece(choice: CompletionOutput, output: RequestOutput | None = None, is_cut: bool = False) -> RequestOutput:

@@ -2,15 +2,14 @@
 
 from ray.serve.handle import DeploymentHandle
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from serve.artefact import artefacts_folder
 from serve.cache import ResponseCache
-from serve.chat import Chat
 from serve.config import ServeConfig
+from serve.openai_routes import Chat, Completion
 from serve.remote_engine import RemoteEngine
 from serve.replica import engine_arguments
 from serve.traffic import TrafficLog
@@ -48,6 +47,6 @@ class Version:
             chat_template=None,
             chat_template_content_format="auto",
         )
-        self.completion = OpenAIServingCompletion(engine, self.models, online_renderer=templates, request_logger=None)
+        self.completion = Completion(engine, self.models, online_renderer=templates, request_logger=None)
         for serving in (self.chat, self.completion):
             serving.system_fingerprint = digest

@@ -31,7 +31,8 @@ class Load:
     """Clients that ask without a pause, each with the OpenAI client's own retries; a context manager."""
 
     def __init__(self, url: str, num_plain: int = 3, num_streamed: int = 3, **fields: Any) -> None:
-        self._url, self._fields = url, {"max_tokens": 60, "temperature": 1.0} | fields
+        extra = {"extra_body": {"min_tokens": fields.pop("min_tokens")}} if "min_tokens" in fields else {}
+        self._url, self._fields = url, {"max_tokens": 60, "temperature": 1.0} | fields | extra
         self._stop = threading.Event()
         self.outcomes: list[Outcome] = []
         kinds = [False] * num_plain + [True] * num_streamed
@@ -84,4 +85,5 @@ class Load:
                 text = made.choices[0].message.content or ""
         except Exception as caught:  # every way to fail is counted
             error = f"{type(caught).__name__}: {caught}"
+            time.sleep(0.2)
         return Outcome(began, time.monotonic(), streamed, digest, text, error)

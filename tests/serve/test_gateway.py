@@ -125,7 +125,7 @@ def test_a_hundred_equal_requests_at_once_are_computed_once(serving):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"messages": []}, "messages"),
+        ({"messages": []}, "at least one message"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 10**9}, "max_tokens"),
