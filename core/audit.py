@@ -56,7 +56,7 @@ def audit(run_dir: Path) -> AuditReport:
     """
     if not os.path.isfile(run_dir / LEDGER):  # unlike Path's own, no error for a name too long
         raise UserError(f"audit must be given a run's folder, got {run_dir} which holds no {LEDGER}")
-    config = load_config(run_dir / "config.yaml")
+    config: Config = load_config(run_dir / "config.yaml")
     folders = [(step, path, flaw(path, hashes=False)) for step, path in list_checkpoints(run_dir)]  # before the ledger:
     report = AuditReport(run_dir)  # a running writer commits a step first and saves its checkpoint afterwards
     try:

@@ -24,6 +24,21 @@ def write_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def append_line(path: Path, line: str) -> None:
+    """Adds a line to a log unless the log ends with it; closes off a line that a kill tore first."""
+    new = line.encode()
+    with path.open("ab+") as stream:
+        size = stream.tell()
+        stream.seek(max(0, size - len(new) - 1))
+        tail = stream.read()
+        if tail == new + b"\n":
+            return
+        stream.write((b"" if tail.endswith(b"\n") or not size else b"\n") + new + b"\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    sync_folder(path.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Makes the names inside a folder durable: a rename survives a power cut only after this."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -4,11 +4,16 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve import Application
 
 from actors.crew import environment
+from cluster.session import NAMESPACE
+from core.config import load_config
 from core.machine import read_machine
+from serve.cache_server import cache_url_of
 from serve.config import ServeConfig
 from serve.names import GATEWAY, application_of
+from serve.registry import Registry
 from serve.replica import Replica
 from serve.traffic import BOARD, TrafficBoard
 
@@ -22,18 +27,30 @@ def start_board() -> Any:
     """The actor that gateways report their traffic to; the one already there where serving was started before."""
     return (
         ray.remote(TrafficBoard)
-        .options(name=BOARD, get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1)
+        .options(name=BOARD, namespace=NAMESPACE, get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1)
         .remote()
     )
 
 
 def start_gateway(config: ServeConfig, cache_url: str | None) -> None:
     """Starts the gateway; returns when it answers. open_port comes first, and a version must be registered."""
+    serve.run(_gateway_of(config, cache_url), name=GATEWAY, route_prefix="/")
 
+
+def gateway(arguments: dict[str, Any]) -> Application:
+    """The gateway for `serve deploy`: arguments hold `config`, a file, and any key=value of it; paths are absolute."""
+    words = [f"{key}={value}" for key, value in arguments.items() if key != "config"]
+    config = load_config(arguments["config"], words, ServeConfig)
+    start_board()
+    return _gateway_of(config, cache_url_of(config.cache))
+
+
+def _gateway_of(config: ServeConfig, cache_url: str | None) -> Application:
     def build() -> Any:
         """Runs in the gateway's process, and imports vLLM only there: it takes twenty seconds."""
         from serve.gateway import build_gateway
 
+        start_registered(config)
         return build_gateway(config, cache_url)
 
     deployment = serve.deployment(
@@ -44,7 +61,15 @@ def start_gateway(config: ServeConfig, cache_url: str | None) -> None:
         health_check_period_s=2,
         graceful_shutdown_timeout_s=config.replica.drain_s,
     )(serve.ingress(build)())
-    serve.run(deployment.bind(), name=GATEWAY, route_prefix="/")
+    return deployment.bind()
+
+
+def start_registered(config: ServeConfig) -> None:
+    """Starts the versions of the registry's routing that do not run yet."""
+    routing = Registry(config.serve_dir).routing()
+    for digest in filter(None, (routing.stable, routing.canary)):
+        if application_of(digest) not in serve.status().applications:
+            start_version(config, digest)
 
 
 def start_version(config: ServeConfig, digest: str) -> None:
@@ -52,6 +77,7 @@ def start_version(config: ServeConfig, digest: str) -> None:
     replica = config.replica
     deployment = serve.deployment(
         name="Replica",
+        version=digest[:16],  # asked for twice, by two gateways, it is one deployment
         max_ongoing_requests=replica.max_ongoing_requests,
         max_queued_requests=replica.max_queued_requests,
         autoscaling_config={

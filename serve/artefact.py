@@ -25,6 +25,7 @@ from core.durable import free_bytes, sync_folder, write_text
 from core.errors import RunBroken, UserError
 from policy.bundled import load_tokenizer, resolve_model
 from serve.sealed import File, digest_of, file_flaw, seal
+from serve.skeleton import find_missing
 from serve.tensors import find_nonfinite
 
 FORMAT = 1
@@ -233,6 +234,9 @@ def _fill(target: Path, model: Path, tokenizer_of: str | None) -> None:
             f"the tokenizer must have a chat template to be served, got none in {model}; "
             "put a chat_template.jinja beside it"
         )
+    missing = find_missing(target)
+    if missing:
+        raise UserError(f"the weights of {model} must be whole, got none for {', '.join(missing[:3])}; save it again")
     bad = find_nonfinite(target)
     if bad:
         raise UserError(f"the weights of {model} must be finite, got {bad}; export an earlier checkpoint")

@@ -7,12 +7,14 @@ from typing import Any
 
 import ray
 
+from cluster.session import NAMESPACE
 from core.errors import RunBroken
 from serve.config import CacheConfig
 from serve.redis_server import EmbeddedServer, free_port
 
 NAME = "response-cache"
 WATCH_S = 0.5
+START_LIMIT_S = 60.0
 
 
 class CacheServer:
@@ -48,6 +50,15 @@ def start_cache_server(config: CacheConfig) -> Any:
     """The actor's handle; the one already there where serving was started before."""
     return (
         ray.remote(CacheServer)
-        .options(name=NAME, get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1)
+        .options(name=NAME, namespace=NAMESPACE, get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1)
         .remote(config, secrets.token_urlsafe(24), free_port())
     )
+
+
+def cache_url_of(config: CacheConfig) -> str | None:
+    """Where the cache is: the configured Redis, else an embedded server, which is started; None where it is off."""
+    if not config.enabled:
+        return None
+    if config.redis_url is not None:
+        return config.redis_url
+    return str(ray.get(start_cache_server(config).url.remote(), timeout=START_LIMIT_S))

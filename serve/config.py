@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from core.config import ClusterConfig, DType, Section
 
+GROUP_SIZES = (32, 64, 128)  # that vLLM's kernels serve
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -81,7 +82,7 @@ class GateConfig(Section):
     confidence: float = Field(0.95, gt=0.5, lt=1, description="of the one-sided bound")
     max_loss_to_stable: float = Field(0.05, gt=0, lt=1, description="the same of a new version against the stable one")
     confidence_to_stable: float = Field(0.6, gt=0.5, lt=1, description="low: the canary is the strict judge of that")
-    num_tasks: int = Field(256, ge=16, description="held-out tasks both models answer")
+    num_tasks: int = Field(1024, ge=16, description="held-out tasks both models answer")
     max_perplexity_ratio: float = Field(1.3, gt=1, description="candidate / full, on fixed text")
     time_limit_s: float = Field(1800, gt=0)
 
@@ -129,6 +130,6 @@ class ServeConfig(Section):
             )
         if list(self.canary.shares) != sorted(set(self.canary.shares)) or not 0 < self.canary.shares[-1] < 1:
             raise ValueError(f"canary.shares must rise between 0 and 1, got {self.canary.shares}")
-        if any(size < 8 for size in self.quantize.group_sizes):
-            raise ValueError(f"quantize.group_sizes must be at least 8 each, got {self.quantize.group_sizes}")
+        if not set(self.quantize.group_sizes) <= set(GROUP_SIZES):
+            raise ValueError(f"quantize.group_sizes must be among {GROUP_SIZES}, got {self.quantize.group_sizes}")
         return self

@@ -16,7 +16,7 @@ from dataclasses import replace
 import ray
 from ray import serve
 
-from cluster.session import start_session
+from cluster.session import NAMESPACE, start_session
 from core.config import ClusterConfig, load_config
 from core.errors import RunBroken, UserError
 from core.machine import read_machine
@@ -42,7 +42,7 @@ class LivePorts:
 
     def __init__(self, config: ServeConfig, candidate: str) -> None:
         self._config = config
-        self._board = ray.get_actor(BOARD)
+        self._board = ray.get_actor(BOARD, NAMESPACE)
         self._candidate = candidate
 
     @functools.cached_property

@@ -19,6 +19,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
+from cluster.session import NAMESPACE
 from core.errors import RunBroken
 from serve.cache import ResponseCache
 from serve.config import ServeConfig
@@ -108,7 +109,9 @@ class Gateway:
     @contextlib.asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Tells the controller about the versions' traffic for as long as the application runs."""
-        reporting = asyncio.create_task(report_forever(self._traffic, functools.partial(ray.get_actor, BOARD)))
+        reporting = asyncio.create_task(
+            report_forever(self._traffic, functools.partial(ray.get_actor, BOARD, NAMESPACE))
+        )
         try:
             yield
         finally:

@@ -56,7 +56,10 @@ def _quantised(full: Artefact, group_size: int, config: ServeConfig, tasks: Task
     except (UserError, RunBroken, DeadlineExceeded) as error:
         say(f"AWQ with groups of {group_size}: {error}")
         return None
-    verdict = judge(full, made, config, tasks, say)
+    # Each size is another chance to pass by luck: the error probability is shared among them (Bonferroni).
+    confidence = 1 - (1 - config.gate.confidence) / len(config.quantize.group_sizes)
+    strict = config.model_copy(update={"gate": config.gate.model_copy(update={"confidence": confidence})})
+    verdict = judge(full, made, strict, tasks, say)
     say(f"AWQ with groups of {group_size}: {made.size_bytes / 1e6:.0f} MB of {full.size_bytes / 1e6:.0f} MB")
     say(f"gate, AWQ with groups of {group_size} against full precision: {words_of(verdict)}")
     return made if verdict.passed else None

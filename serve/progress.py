@@ -10,13 +10,12 @@ person's rollback, one learns that the other took over.
 import contextlib
 import fcntl
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from core.durable import sync_folder, write_text
+from core.durable import append_line, write_text
 from core.errors import RunBroken, UserError
 from serve.registry import LostRace, Registry, Routing
 from serve.traffic import VersionTraffic
@@ -200,19 +199,9 @@ class Journal:
         self._append(progress)
 
     def _append(self, progress: Progress) -> None:
-        """Adds the transition's line unless the log ends with it; closes off a line that a kill tore first."""
+        """Adds the transition's line to the log unless a kill came after it."""
         told = {name: value for name, value in asdict(progress).items() if name not in ("before", "rewards")}
-        line = json.dumps(told).encode()
-        with self._log.open("ab+") as stream:
-            size = stream.tell()
-            stream.seek(max(0, size - len(line) - 1))
-            tail = stream.read()
-            if tail == line + b"\n":
-                return
-            stream.write((b"" if tail.endswith(b"\n") or not size else b"\n") + line + b"\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        sync_folder(self._log.parent)
+        append_line(self._log, json.dumps(told))
 
 
 def _utc() -> str:

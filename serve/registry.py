@@ -8,7 +8,6 @@ transition stands in registry.json too: a kill between the two files loses no li
 import contextlib
 import fcntl
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from core.durable import sync_folder, write_text
+from core.durable import append_line, write_text
 from core.errors import RunBroken, UserError
 from serve.artefact import artefacts_folder, flaw
 
@@ -135,21 +134,10 @@ class Registry:
         return routing
 
     def _complete_log(self) -> None:
-        """Adds the newest transition's line to the log unless it ends with it; closes off a torn line first."""
+        """Adds the newest transition's line to the log unless a kill came after it."""
         newest = self._newest()
-        if newest is None:
-            return
-        line = json.dumps(asdict(newest)).encode()
-        with self._log.open("ab+") as stream:
-            size = stream.tell()
-            stream.seek(max(0, size - len(line) - 1))
-            tail = stream.read()
-            if tail == line + b"\n":
-                return
-            stream.write((b"" if tail.endswith(b"\n") or not size else b"\n") + line + b"\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        sync_folder(self.serve_dir)
+        if newest is not None:
+            append_line(self._log, json.dumps(asdict(newest)))
 
     def _newest(self) -> Transition | None:
         try:

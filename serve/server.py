@@ -14,12 +14,11 @@ from core.durable import write_text
 from core.errors import RunBroken
 from core.machine import read_machine
 from serve.application import open_port, start_board, start_gateway, start_version
-from serve.cache_server import start_cache_server
+from serve.cache_server import cache_url_of
 from serve.config import ServeConfig
 from serve.registry import Registry
 from serve.running import RECORD
 
-START_LIMIT_S = 60.0
 Say = Callable[[str], None]
 
 
@@ -41,7 +40,7 @@ class Server:
             self._say(f"Ray dashboard: {session.dashboard or 'none'}")
             open_port(self._config)
             start_board()
-            cache_url = self._cache_url()
+            cache_url = cache_url_of(self._config.cache)
             for digest in filter(None, (routing.stable, routing.canary)):
                 self._say(f"starting version {digest[:12]}")
                 start_version(self._config, digest)
@@ -65,11 +64,3 @@ class Server:
         if ray.is_initialized():
             serve.shutdown()
         end_session()
-
-    def _cache_url(self) -> str | None:
-        cache = self._config.cache
-        if not cache.enabled:
-            return None
-        if cache.redis_url is not None:
-            return cache.redis_url
-        return str(ray.get(start_cache_server(cache).url.remote(), timeout=START_LIMIT_S))

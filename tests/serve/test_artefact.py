@@ -242,3 +242,13 @@ def test_two_exports_at_once_make_one_version(model, tmp_path):
     said = {child.communicate(timeout=60)[0].strip() for child in children}
     assert [child.returncode for child in children] == [0, 0]
     assert said == {str({path.name for path in artefacts_folder(serve).iterdir()})}
+
+
+def test_a_model_that_lacks_a_weight_is_refused_by_its_name(model, tmp_path):
+    file = model / "model.safetensors"
+    weights = load_file(file)
+    lost = next(name for name in weights if name.endswith("mlp.up_proj.weight"))
+    del weights[lost]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=f"must be whole, got none for {lost}"):
+        export_run(model, tmp_path / "serving")

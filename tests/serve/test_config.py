@@ -26,7 +26,7 @@ def test_the_shipped_configuration_loads_and_overrides_reach_it():
         ({"replica": {"min_replicas": 3, "max_replicas": 2}}, "replica.min_replicas must be at most"),
         ({"canary": {"shares": [0.5, 0.1]}}, "canary.shares must rise"),
         ({"canary": {"shares": [0.5, 1.0]}}, "canary.shares must rise"),
-        ({"quantize": {"group_sizes": [64, 1]}}, "quantize.group_sizes must be at least 8"),
+        ({"quantize": {"group_sizes": [64, 1]}}, "quantize.group_sizes must be among"),
         ({"cache": {"timeout_s": 0}}, "cache.timeout_s"),
         ({"cache": {"max_memory_bytes": 1 << 20}}, "cache.max_memory_bytes"),
         ({"gate": {"max_relative_loss": float("nan")}}, "gate.max_relative_loss"),
