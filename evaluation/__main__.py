@@ -56,7 +56,7 @@ def main() -> int:
     try:
         run = Path(options.target)
         if (run / "config.yaml").is_file():
-            config = load_config(run / "config.yaml", options.overrides)
+            config: Config = load_config(run / "config.yaml", options.overrides)
             found = newest_checkpoint(run)
             if found is None:
                 raise UserError(

@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=4096, help="packed tokens a micro-batch")
     parser.add_argument("--chunk", type=int, default=512, help="rows of logits at once")
     chosen = parser.parse_args()
-    config = parse_config(
+    config: Config = parse_config(
         {
             "num_steps": chosen.updates,
             "prompts_per_step": chosen.groups,
