@@ -77,7 +77,6 @@ def start_version(config: ServeConfig, digest: str) -> None:
     replica = config.replica
     deployment = serve.deployment(
         name="Replica",
-        version=digest[:16],  # asked for twice, by two gateways, it is one deployment
         max_ongoing_requests=replica.max_ongoing_requests,
         max_queued_requests=replica.max_queued_requests,
         autoscaling_config={
