@@ -30,7 +30,7 @@ serve: setup-awq  ## serve the newest trained run, or the bundled model, over HT
 bench-serve: setup-awq  ## the gateway against the bare engine, cache hits against a constant
 	@$(PY) -m benchmarks.bench_serve
 
-test: setup  ## every test that needs no GPU
+test: setup-awq  ## every test that needs no GPU
 	@requirements/test_tools.sh
 	@$(PY) -m pytest -m "not gpu"
 

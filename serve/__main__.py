@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from core.config import load_config
-from core.errors import RunBroken, UserError
+from core.errors import UserError
 from policy.bundled import BUNDLED
 from serve.config import ServeConfig
 from serve.preparation import prepare_version
@@ -36,7 +36,7 @@ def main(words: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run(load_config(options.config, options.overrides, ServeConfig), options.source)
-    except (UserError, RunBroken) as error:
+    except (UserError, RuntimeError) as error:  # RunBroken, LostRace, and what Ray Serve raises at a start
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:

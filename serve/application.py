@@ -20,7 +20,14 @@ from serve.traffic import BOARD, TrafficBoard
 
 def open_port(config: ServeConfig) -> None:
     """Starts Ray Serve on the public address: before any application, or it takes one of its own."""
-    serve.start(http_options={"host": config.gateway.host, "port": config.gateway.port})
+    gateway = config.gateway
+    serve.start(
+        http_options={
+            "host": gateway.host,
+            "port": gateway.port,
+            "request_timeout_s": gateway.request_timeout_s,  # Ray's router waits for a replica for ever
+        }
+    )
 
 
 def start_board() -> Any:
@@ -68,7 +75,7 @@ def start_registered(config: ServeConfig) -> None:
     """Starts the versions of the registry's routing that do not run yet."""
     routing = Registry(config.serve_dir).routing()
     for digest in filter(None, (routing.stable, routing.canary)):
-        if application_of(digest) not in serve.status().applications:
+        if not is_running(digest):
             start_version(config, digest)
 
 
@@ -94,6 +101,12 @@ def start_version(config: ServeConfig, digest: str) -> None:
         graceful_shutdown_timeout_s=replica.drain_s,
     )(Replica)
     serve.run(deployment.bind(config, digest), name=application_of(digest), route_prefix=None)
+
+
+def is_running(digest: str) -> bool:
+    """Whether the version's replicas are up."""
+    application = serve.status().applications.get(application_of(digest))
+    return application is not None and application.status == "RUNNING"
 
 
 def stop_version(digest: str) -> None:

@@ -41,7 +41,7 @@ class CacheServer:
         while not pause.wait(WATCH_S):
             if self._server.is_running():
                 continue
-            with contextlib.suppress(RunBroken):  # tried again at the next look; meanwhile there is no cache
+            with contextlib.suppress(RunBroken, OSError):  # tried again at the next look; meanwhile there is no cache
                 self._server.restart()
                 self._num_restarts += 1
 

@@ -58,7 +58,11 @@ class Continuation:
         return choice
 
     def _tell(self, choice: "CompletionOutput") -> None:
-        whole = self._decode(self._before + self.tokens)[len(self._decode(self._before)) :]
+        # Stop strings are looked for here, so "stop" from the replica means a token, which is not told.
+        is_told = choice.finish_reason != "stop" or self._params.include_stop_str_in_output
+        whole = self._decode(self._before + (self.tokens if is_told else self.tokens[:-1]))[
+            len(self._decode(self._before)) :
+        ]
         stops = [self._params.stop] if isinstance(self._params.stop, str) else self._params.stop or []
         for stop in stops:
             place = whole.find(stop, max(0, len(self.text) - len(stop) + 1))
@@ -68,7 +72,7 @@ class Continuation:
                 break
         if choice.finish_reason is None:
             held = max((len(stop) - 1 for stop in stops), default=0)
-            whole = whole[: len(whole) - held].rstrip(UNFINISHED_CHARACTER)
+            whole = whole[: max(0, len(whole) - held)].rstrip(UNFINISHED_CHARACTER)
         choice.text = whole[len(self.text) :]
 
     def _decode(self, tokens: list[int]) -> str:

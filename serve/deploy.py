@@ -8,10 +8,12 @@ mistake in what was asked; the last line on stderr says why.
 
 import argparse
 import functools
+import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import ray
 from ray import serve
@@ -20,7 +22,7 @@ from cluster.session import NAMESPACE, start_session
 from core.config import ClusterConfig, load_config
 from core.errors import RunBroken, UserError
 from core.machine import read_machine
-from serve.application import start_version, stop_version
+from serve.application import is_running, start_version, stop_version
 from serve.artefact import artefacts_folder, load_artefact
 from serve.config import ServeConfig
 from serve.names import application_of
@@ -32,6 +34,7 @@ from serve.running import running_server
 from serve.tasks import Tasks, heldout_tasks, score
 from serve.traffic import BOARD, VersionTraffic
 
+TOKEN = Path.home() / ".ray" / "auth_token"
 NUM_PROBES = 32  # tasks a canary step
 PROBE_LIMIT_S = 300.0
 BOARD_LIMIT_S = 10.0
@@ -51,7 +54,7 @@ class LivePorts:
         return heldout_tasks(load_artefact(artefacts_folder(self._config.serve_dir) / self._candidate), num_tasks)
 
     def start_version(self, digest: str) -> None:
-        if application_of(digest) not in serve.status().applications:
+        if not is_running(digest):
             start_version(self._config, digest)
 
     def stop_version(self, digest: str) -> None:
@@ -112,6 +115,11 @@ def main(words: list[str] | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_intermixed_args(words)
+    if words is None and "RAY_AUTH_MODE" not in os.environ and TOKEN.is_file():
+        # A Ray of our own asks who joins it for the token it left there. Ray reads how to answer when it is imported,
+        # which has happened: so this program begins anew.
+        command = [sys.executable, "-m", "serve.deploy", *sys.argv[1:]]
+        os.execve(sys.executable, command, os.environ | {"RAY_AUTH_MODE": "token"})
     try:
         if sum((bool(options.source), bool(options.rollback), options.resume)) != 1:
             raise UserError("exactly one of SOURCE, --rollback and --resume must be given")

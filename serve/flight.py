@@ -2,7 +2,7 @@
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Generic, TypeVar
 
 Piece = TypeVar("Piece")
@@ -22,6 +22,10 @@ class Flight(Generic[Piece]):
         self._news = asyncio.Event()
         self._num_followers = 0
         self._task = asyncio.create_task(self._run(source), context=contextvars.Context())
+
+    def when_over(self, call: Callable[[], object]) -> None:
+        """Calls `call` when the computation has ended, one way or another; also where it never began."""
+        self._task.add_done_callback(lambda _: call())
 
     @property
     def is_open(self) -> bool:

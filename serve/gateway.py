@@ -104,7 +104,9 @@ class Gateway:
         self.metrics.start()
         self._tenants = Tenants.load(config.gateway.api_keys) if config.gateway.api_keys else None
         self._versions: dict[str, Version] = {}
-        self._version(self.router.digest_for(""))  # ready before the first request
+        self._building = asyncio.Lock()
+        stable = self.router.digest_for("")
+        self._versions[stable] = self._build(stable)  # ready before the first request
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -131,7 +133,8 @@ class Gateway:
     async def models(self, raw_request: Request) -> Response:
         """The one model, under its public name."""
         self.tenant(raw_request)
-        shown = await self._version(self.router.digest_for("")).models.show_available_models()
+        version = await self._version(self.router.digest_for(""))
+        shown = await version.models.show_available_models()
         return JSONResponse(shown.model_dump())
 
     async def health(self) -> Response:
@@ -152,7 +155,7 @@ class Gateway:
         ending = contextlib.ExitStack()
         ending.callback(self._traffic.end, digest)
         with ending:
-            response = await self._answer_by(self._version(digest), request, raw_request, tenant)
+            response = await self._answer_by(await self._version(digest), request, raw_request, tenant)
             if isinstance(response, Stream):
                 response.ending = ending.pop_all()
         return response
@@ -169,7 +172,10 @@ class Gateway:
         headers = {"x-weights-digest": version.digest}
         if not request.stream:
             return JSONResponse(made.model_dump(), headers=headers | {"x-cache": scope.source})
-        first = await anext(made)  # an error before the first token is a status, not a line in a stream
+        first = await anext(made)
+        if scope.error is not None:  # before the first token it is a status, not a line in a stream
+            await made.aclose()
+            raise scope.error
         headers["x-cache"] = scope.source
         return Stream(_resumed(first, made), media_type="text/event-stream", headers=headers)
 
@@ -182,11 +188,21 @@ class Gateway:
             raise HTTPException(401, "Authorization must be `Bearer` and a known API key, got none or another")
         return tenant
 
-    def _version(self, digest: str) -> Version:
-        if digest not in self._versions:
-            handle = serve.get_app_handle(application_of(digest))
-            self._versions[digest] = Version(self._config, digest, handle, self._cache, self._traffic)
-        return self._versions[digest]
+    async def _version(self, digest: str) -> Version:
+        """The version, made in a thread where it is met for the first time; those that serve no more are forgotten."""
+        if digest in self._versions:
+            return self._versions[digest]
+        async with self._building:
+            if digest not in self._versions:
+                self._versions[digest] = await asyncio.to_thread(self._build, digest)
+                routing = self.router.routing()
+                for old in set(self._versions) - {digest, routing.stable, routing.canary, routing.previous}:
+                    del self._versions[old]  # answers under way hold it themselves
+            return self._versions[digest]
+
+    def _build(self, digest: str) -> Version:
+        handle = serve.get_app_handle(application_of(digest))
+        return Version(self._config, digest, handle, self._cache, self._traffic)
 
 
 def _counts(cache: ResponseCache) -> dict[str, Any]:
@@ -194,7 +210,7 @@ def _counts(cache: ResponseCache) -> dict[str, Any]:
 
 
 def _scope_of(tenant: str, metrics: GatewayMetrics, raw_request: Request, request: Any) -> Scope:
-    control = raw_request.headers.get("cache-control", "").lower()
+    control = ",".join(raw_request.headers.getlist("cache-control")).lower()
     has_tools = bool(getattr(request, "tools", None))  # a call may have effects: it must be the model's own, each time
     return Scope(
         tenant,

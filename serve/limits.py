@@ -22,7 +22,7 @@ IGNORED = frozenset(
         "web_search_options",
     }
 )
-MAX_PROMPTS = 64  # of one /v1/completions request
+MAX_ANSWERS = 64  # of one request: prompts x n
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 
@@ -84,9 +84,11 @@ def check_request(request: Any, max_choices: int) -> None:
         raise HTTPException(400, f"n must be 1 to {max_choices}, got {choices}")
     if request.use_beam_search:
         raise HTTPException(400, "use_beam_search must be false, got true; sample n choices instead")
-    prompts = getattr(request, "prompt", None)
-    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS and not isinstance(prompts[0], int):
-        raise HTTPException(400, f"prompt must hold at most {MAX_PROMPTS} prompts, got {len(prompts)}")
+    prompts: Any = getattr(request, "prompt", None)
+    is_several = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
+    num_answers = choices * (len(prompts) if is_several else 1)
+    if num_answers > MAX_ANSWERS:
+        raise HTTPException(400, f"prompts x n must be at most {MAX_ANSWERS} answers a request, got {num_answers}")
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stops) > MAX_STOPS or any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
         raise HTTPException(

@@ -6,13 +6,15 @@ from an equal request under way, from the cache, or from a replica; where a repl
 
 import asyncio
 import copy
+import functools
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, NoReturn
 
 import vllm
 from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
@@ -21,6 +23,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.async_utils import merge_async_iterators
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 
 from serve.answer import answer_to, decode_answer, encode_answer, merged
@@ -32,8 +35,16 @@ from serve.flight import Flight
 from serve.scope import SCOPE, Scope
 from serve.traffic import TrafficLog
 
-REPLICA_GONE = (RayActorError, ReplicaUnavailableError)
+WHOLE = ("stop", "length", "repetition")  # how an answer ends that is the model's own
+
+
+class GivenUp(RuntimeError):
+    """The engine ended an answer without the model's doing: it is going down, or failed on it."""
+
+
+REPLICA_GONE = (RayActorError, ReplicaUnavailableError, EngineDeadError, GivenUp)
 MAX_TRIES = 6
+_logger = logging.getLogger(__name__)
 FIRST_WAIT_S = 0.1  # before the second try; doubles
 
 
@@ -75,13 +86,17 @@ class RemoteEngine(EngineClient):
         ids: list[int] = prompt["prompt_token_ids"]
         pieces: list[RequestOutput] = []
         streamed = sampling_params.output_kind != RequestOutputKind.FINAL_ONLY
-        with scope.metrics.answer(self._digest, len(ids), lambda: scope.source) as meter:
-            async for piece in self._answer(scope, ids, sampling_params, request_id):
-                meter.take(piece.outputs, is_piece=streamed)
-                if streamed:
-                    yield answer_to(piece, request_id, ids)
-                else:
-                    pieces.append(piece)
+        try:
+            with scope.metrics.answer(self._digest, len(ids), lambda: scope.source) as meter:
+                async for piece in self._answer(scope, ids, sampling_params, request_id):
+                    meter.take(piece.outputs, is_piece=streamed)
+                    if streamed:
+                        yield answer_to(piece, request_id, ids)
+                    else:
+                        pieces.append(piece)
+        except Exception as error:
+            scope.error = error  # vLLM makes a line of the stream of it; the gateway may still make a status
+            raise
         if pieces:
             yield answer_to(pieces[0] if len(pieces) == 1 else merged(pieces), request_id, ids)
 
@@ -104,8 +119,14 @@ class RemoteEngine(EngineClient):
         scope.sources.append("coalesced" if flight is not None and flight.is_open else "miss")
         if flight is None or not flight.is_open:
             flight = self._flights[key] = Flight(self._filling(key, ids, params, request_id))
+            flight.when_over(functools.partial(self._forget, key, flight))
         async for piece in flight.follow():
             yield piece
+
+    def _forget(self, key: str, flight: Flight[RequestOutput]) -> None:
+        """Takes a flight that is over off the list, unless a newer one has its place."""
+        if self._flights.get(key) is flight:
+            del self._flights[key]
 
     async def _kept(self, key: str) -> RequestOutput | None:
         return self._decoded(await self._cache.get(key)) if self._cache else None
@@ -123,27 +144,23 @@ class RemoteEngine(EngineClient):
         """Computes for every process: claims the key, or waits for the one that has it; keeps the whole answer."""
         cache = self._cache
         assert cache is not None
+        token = await cache.claim(key)
         try:
-            token = await cache.claim(key)
             kept = await self._kept(key) if token is not None else self._decoded(await cache.await_other(key))
             if kept is not None:  # another process was quicker
-                if token is not None:
-                    await cache.release(key, token)
                 yield kept
                 return
             pieces = []
-            try:
-                async for piece in self._computed(ids, params, request_id):
-                    pieces.append(piece)
-                    yield piece
-                if all(piece.metrics is None for piece in pieces):  # set on an answer that was cut
-                    await cache.put(key, encode_answer(merged(pieces)))
-            finally:
-                if token is not None:
-                    await cache.release(key, token)
+            async for piece in self._computed(ids, params, request_id):
+                pieces.append(piece)
+                yield piece
+            whole = merged(pieces)
+            is_cut = any(piece.metrics is not None for piece in pieces)  # set on an answer that was cut
+            if not is_cut and all(choice.finish_reason in WHOLE for choice in whole.outputs):
+                await cache.put(key, encode_answer(whole))
         finally:
-            if self._flights.get(key) is not None:
-                del self._flights[key]
+            if token is not None:
+                await cache.release(key, token)
 
     async def _computed(self, ids: list[int], params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
         """Pieces from replicas, counted among the version's traffic unless the client gives up or was refused."""
@@ -153,7 +170,7 @@ class RemoteEngine(EngineClient):
             async for piece in self._choices(ids, params, request_id):
                 first_s = first_s or time.monotonic() - started
                 yield piece
-        except (VLLMClientError, asyncio.CancelledError, GeneratorExit):
+        except (VLLMClientError, ValueError, Overloaded, asyncio.CancelledError, GeneratorExit):
             raise
         except Exception:
             self._traffic.record(self._digest, first_s, is_error=True)
@@ -181,17 +198,13 @@ class RemoteEngine(EngineClient):
         for number in range(MAX_TRIES):
             response = self._handle.whole.remote(ids, params, f"{request_id}-{number}")
             try:
-                yield await response
+                yield _finished(await response)
                 return
-            except REPLICA_GONE as error:
-                await _wait_before_next(number, error)
-            except BackPressureError as error:
-                raise Overloaded(str(error)) from error
-            except RayTaskError as error:
-                raise _own(error) from None
             except asyncio.CancelledError:
                 response.cancel()
                 raise
+            except Exception as error:
+                await _wait_before_next(number, _cause_of(error))
 
     async def _stream(self, ids: list[int], params: SamplingParams, request_id: str) -> AsyncIterator[RequestOutput]:
         state = Continuation(self.renderer.tokenizer, ids, params)
@@ -207,20 +220,17 @@ class RemoteEngine(EngineClient):
             try:
                 async for batch in stream:
                     for output in batch:
-                        choice = state.take(output.outputs[0])
+                        choice = state.take(_finished(output).outputs[0])
                         yield _piece(choice, output, is_cut=state.num_cuts > 0)
                         if choice.finish_reason is not None:
                             return
                 return
-            except REPLICA_GONE as error:
+            except Exception as error:
+                cause = _cause_of(error)
                 state.cut()
                 if not state.can_go_on:
-                    raise ReplicaLost("a structured answer cannot be carried on by another replica") from error
-                await _wait_before_next(number, error)
-            except BackPressureError as error:
-                raise Overloaded(str(error)) from error
-            except RayTaskError as error:
-                raise _own(error) from None
+                    raise ReplicaLost("a structured answer cannot be carried on by another replica") from cause
+                await _wait_before_next(number, cause)
             finally:
                 stream.cancel()
 
@@ -268,10 +278,27 @@ for _name in sorted(RemoteEngine.__abstractmethods__):
 RemoteEngine.__abstractmethods__ = frozenset()
 
 
-def _own(error: RayTaskError) -> BaseException:
-    """What the replica raised, where that is the client's mistake; else the error that carries its traceback."""
-    cause = error.cause
-    return cause if isinstance(cause, VLLMClientError | ValueError) else error
+def _finished(output: RequestOutput) -> RequestOutput:
+    """The output; GivenUp where the engine ended it without the model's doing."""
+    reason = output.outputs[0].finish_reason
+    if reason is not None and reason not in WHOLE:
+        raise GivenUp(f"an answer must end by {', '.join(WHOLE)}, got {reason} from the engine")
+    return output
+
+
+def _cause_of(error: Exception) -> Exception:
+    """The error, where another replica may do better; else raises what the gateway is to answer with."""
+    if isinstance(error, BackPressureError):
+        raise Overloaded(str(error)) from error
+    if isinstance(error, DeploymentUnavailableError):
+        raise ReplicaLost("the version's replicas must come up, but they do not; see Ray Serve's log") from error
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, REPLICA_GONE):
+        return cause
+    if isinstance(cause, VLLMClientError | ValueError):  # the client's mistake, found by the engine
+        raise cause from None
+    _logger.error("a replica must answer, got %s", error)
+    raise RuntimeError("the engine failed on this request") from None
 
 
 def _piece(choice: CompletionOutput, output: RequestOutput | None = None, is_cut: bool = False) -> RequestOutput:
@@ -281,7 +308,7 @@ def _piece(choice: CompletionOutput, output: RequestOutput | None = None, is_cut
     return piece
 
 
-async def _wait_before_next(number: int, error: BaseException) -> None:
+async def _wait_before_next(number: int, error: Exception) -> None:
     if number == MAX_TRIES - 1:
         raise ReplicaLost(f"{MAX_TRIES} replicas died under one request, the last one with: {error}") from error
     await asyncio.sleep(FIRST_WAIT_S * 2**number)

@@ -18,6 +18,7 @@ class Scope:
     may_read: bool = True  # the cache; Cache-Control: no-cache forbids it
     may_write: bool = True  # Cache-Control: no-store forbids it
     sources: list[Source] = field(default_factory=list)  # one a prompt
+    error: Exception | None = None  # what ended the answer
 
     @property
     def source(self) -> Source:

@@ -1,23 +1,28 @@
 """Everything behind the public port on this machine, up together and gone together."""
 
+import contextlib
 import json
-import os
+import signal
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+import psutil
 import ray
 from ray import serve
 
-from cluster.session import end_session, start_session
+from cluster.session import NAMESPACE, end_session, start_session
 from core.durable import write_text
 from core.errors import RunBroken
 from core.machine import read_machine
 from serve.application import open_port, start_board, start_gateway, start_version
+from serve.cache_server import NAME as CACHE
 from serve.cache_server import cache_url_of
 from serve.config import ServeConfig
+from serve.names import GATEWAY
 from serve.registry import Registry
 from serve.running import RECORD
+from serve.traffic import BOARD
 
 Say = Callable[[str], None]
 
@@ -28,6 +33,7 @@ class Server:
     def __init__(self, config: ServeConfig, say: Say) -> None:
         self._config, self._say = config, say
         self.registry = Registry(config.serve_dir)
+        self._recorded = False
         self.url = f"http://{config.gateway.host}:{config.gateway.port}"
 
     def __enter__(self) -> Self:
@@ -46,8 +52,12 @@ class Server:
                 start_version(self._config, digest)
             self._say("starting the gateway")
             start_gateway(self._config, cache_url)
-            record = {"url": self.url, "pid": os.getpid(), "ray_address": ray.get_runtime_context().gcs_address}
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # ray.init puts its own in the place of ours
+            own = psutil.Process()
+            address = ray.get_runtime_context().gcs_address
+            record = {"url": self.url, "pid": own.pid, "began": own.create_time(), "ray_address": address}
             write_text(self._config.serve_dir / RECORD, json.dumps(record) + "\n")
+            self._recorded = True
         except BaseException:
             self.close()
             raise
@@ -60,7 +70,18 @@ class Server:
 
     def close(self) -> None:
         """Lets running answers end, at most replica.drain_s, then ends everything."""
-        (self._config.serve_dir / RECORD).unlink(missing_ok=True)
-        if ray.is_initialized():
-            serve.shutdown()
-        end_session()
+        for number in (signal.SIGINT, signal.SIGTERM):  # one is enough
+            signal.signal(number, signal.SIG_IGN)
+        if self._recorded:
+            (self._config.serve_dir / RECORD).unlink(missing_ok=True)
+        try:
+            if ray.is_initialized():
+                # First the gateway alone: the proxy must still be there to carry its last answers.
+                with contextlib.suppress(Exception):
+                    serve.delete(GATEWAY)
+                serve.shutdown()
+                for name in (CACHE, BOARD):
+                    with contextlib.suppress(ValueError):
+                        ray.kill(ray.get_actor(name, NAMESPACE))
+        finally:
+            end_session()

@@ -109,3 +109,19 @@ def test_a_replica_that_died_before_its_first_token_leaves_no_trace():
     state.cut()
     assert state.params() is params
     assert state.take(Choice("as it came", [1])).text == "as it came"
+
+
+def test_a_cut_before_the_stop_strings_length_shows_nothing_of_what_may_become_one():
+    state = Continuation(TOKENIZER, PROMPT, Params(stop=["STOP!!"]))
+    tokens = TOKENIZER.encode("STOP!!")
+    state.take(Choice("", tokens[:1]))
+    state.cut()
+    assert "".join(state.take(Choice("", [token])).text for token in tokens[1:]) == ""
+
+
+def test_a_token_that_stops_an_answer_is_not_told_after_a_cut_either():
+    state = Continuation(TOKENIZER, PROMPT, Params(skip_special_tokens=False))
+    tokens = TOKENIZER.encode("hi#")
+    state.take(Choice("h", tokens[:1]))
+    state.cut()
+    assert state.take(Choice("", tokens[1:], finish_reason="stop", stop_reason=str(tokens[-1]))).text == "i"

@@ -108,3 +108,19 @@ def test_an_error_reaches_every_follower_after_the_pieces_before_it():
 
     errors = asyncio.run(run())
     assert [str(error) for error in errors] == ["the replica is gone"] * 3
+
+
+def test_what_is_to_happen_when_it_is_over_happens_also_where_it_never_began():
+    async def run() -> list[str]:
+        over: list[str] = []
+        flights = [Flight(aiter(Source(""))), Flight(aiter(Source("answer")))]
+        for name, flight in zip(("ended", "never begun"), flights, strict=True):
+            flight.when_over(lambda name=name: over.append(name))
+        follower = asyncio.create_task(text_of(flights[1]))
+        follower.cancel()
+        flights[1]._task.cancel()
+        await text_of(flights[0])
+        await asyncio.sleep(0.01)
+        return over
+
+    assert sorted(asyncio.run(run())) == ["ended", "never begun"]

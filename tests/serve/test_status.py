@@ -1,11 +1,13 @@
 """`python -m serve.status`: what a person, or a script, learns of a server that runs and of one that does not."""
 
 import json
+import os
 import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from fastapi import FastAPI, HTTPException, Request
 
@@ -13,6 +15,7 @@ from serve.artefact import Artefact, export_run, record
 from serve.metrics import GatewayMetrics
 from serve.page import page_router
 from serve.registry import Registry
+from serve.running import running_server
 from serve.status import main
 from tests.serve.small_server import listening
 
@@ -117,7 +120,7 @@ def test_json_is_one_object_with_all_of_it(versions, words, server, capsys, monk
 
 
 def test_the_server_that_runs_in_the_folder_is_found_without_its_address(versions, words, server, tmp_path, capsys):
-    own = {"url": server, "pid": 1, "ray_address": ""}
+    own = {"url": server, "pid": os.getpid(), "began": psutil.Process().create_time(), "ray_address": ""}
     (tmp_path / "serving" / "serving.json").write_text(json.dumps(own))
     assert main(words) == 0
     assert server in capsys.readouterr().out
@@ -165,3 +168,12 @@ def test_a_registry_that_cannot_be_read_is_said(versions, words, tmp_path, capsy
     (tmp_path / "serving" / "registry.json").write_text("{")
     assert main(words) == 1
     assert "registry.json must be a registry" in capsys.readouterr().err
+
+
+def test_a_record_whose_process_number_is_anothers_now_is_no_server(tmp_path):
+    file = tmp_path / "serving.json"
+    for began in (psutil.Process().create_time() - 100, "soon", None):
+        file.write_text(
+            json.dumps({"url": "http://127.0.0.1:1", "pid": os.getpid(), "began": began, "ray_address": ""})
+        )
+        assert running_server(tmp_path) is None
