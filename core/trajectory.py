@@ -101,3 +101,22 @@ class GroupInfo:
 def _check(holds: bool, what: str, group_id: str) -> None:
     if not holds:
         raise ValueError(f"group {group_id}: {what}")
+
+
+def answered(prompt: Prompt, text: str, where: str) -> Group:
+    """A group of one answer of which only the text is known: what reward terms need where nothing is trained."""
+    return Group(
+        group_id=f"{where}:{prompt.prompt_id}:0",
+        prompt_id=prompt.prompt_id,
+        answer=prompt.answer,
+        prompt_tokens=np.asarray(prompt.tokens, np.int32),
+        tokens=np.zeros(0, np.int32),
+        offsets=np.zeros(2, np.int64),
+        behavior_logprobs=np.zeros(0, np.float32),
+        version=np.zeros(0, np.int32),
+        finish_reason=("stop",),
+        loss_mask=np.zeros(0, bool),
+        cluster=0,
+        cluster_version=0,
+        text=(text,),
+    )

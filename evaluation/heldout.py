@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from actors.flow import Flow
 from core.config import Config
-from core.trajectory import Group, Prompt
+from core.trajectory import Prompt, answered
 
 EVALUATIONS = "evaluations.jsonl"
 
@@ -34,7 +32,9 @@ def evaluate(step: int, flow: Flow, prompts: tuple[Prompt, ...], config: Config)
     """
     asked = list(prompts[: config.evaluation.num_prompts])
     texts = flow.answer_greedily(asked)
-    marks = flow.score_first_term([_as_group(prompt, text) for prompt, text in zip(asked, texts, strict=True)])
+    marks = flow.score_first_term(
+        [answered(prompt, text, "heldout") for prompt, text in zip(asked, texts, strict=True)]
+    )
     correct = [mark >= 0.5 for mark in marks]
     samples = [
         {"prompt": prompt.text, "answer": prompt.answer, "text": text, "correct": right}
@@ -62,22 +62,3 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
             entry = json.loads(line)
             found[entry["step"]] = Evaluation(**entry)
     return [found[step] for step in sorted(found)]
-
-
-def _as_group(prompt: Prompt, text: str) -> Group:
-    """A group of one answer, as the reward workers take it; its tokens do not matter to them."""
-    return Group(
-        group_id=f"heldout:{prompt.prompt_id}:0",
-        prompt_id=prompt.prompt_id,
-        answer=prompt.answer,
-        prompt_tokens=np.asarray(prompt.tokens, np.int32),
-        tokens=np.zeros(0, np.int32),
-        offsets=np.zeros(2, np.int64),
-        behavior_logprobs=np.zeros(0, np.float32),
-        version=np.zeros(0, np.int32),
-        finish_reason=("stop",),
-        loss_mask=np.zeros(0, bool),
-        cluster=0,
-        cluster_version=0,
-        text=(text,),
-    )

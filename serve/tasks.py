@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from core.config import Config, RewardConfig, parse_config
 from core.errors import UserError
-from core.trajectory import Group, Prompt
+from core.trajectory import Prompt, answered
 from data.dataset import load_dataset
 from policy.bundled import load_tokenizer
 from reward.worker import RewardWorker
@@ -59,7 +57,7 @@ def score(tasks: Tasks, texts: list[str]) -> list[float]:
         raise UserError(f"each of {len(tasks.prompts)} tasks must have one answer, got {len(texts)}")
     worker = RewardWorker(tasks.reward.model_copy(update={"terms": tasks.reward.terms[:1]}))
     try:
-        groups = [_as_group(prompt, text) for prompt, text in zip(tasks.prompts, texts, strict=True)]
+        groups = [answered(prompt, text, "gate") for prompt, text in zip(tasks.prompts, texts, strict=True)]
         return [next(iter(worker.score_terms(group).values()))[0] for group in groups]
     finally:
         worker.close()
@@ -67,22 +65,3 @@ def score(tasks: Tasks, texts: list[str]) -> list[float]:
 
 def _config_of(artefact: Artefact) -> Config:
     return parse_config(artefact.origin.config or {"num_steps": 1}, f"config of artefact {artefact.digest[:12]}")
-
-
-def _as_group(prompt: Prompt, text: str) -> Group:
-    """A group of one answer, as reward terms take it; its tokens do not matter to them."""
-    return Group(
-        group_id=f"gate:{prompt.prompt_id}:0",
-        prompt_id=prompt.prompt_id,
-        answer=prompt.answer,
-        prompt_tokens=np.asarray(prompt.tokens, np.int32),
-        tokens=np.zeros(0, np.int32),
-        offsets=np.zeros(2, np.int64),
-        behavior_logprobs=np.zeros(0, np.float32),
-        version=np.zeros(0, np.int32),
-        finish_reason=("stop",),
-        loss_mask=np.zeros(0, bool),
-        cluster=0,
-        cluster_version=0,
-        text=(text,),
-    )
