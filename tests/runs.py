@@ -77,6 +77,15 @@ class RunningTraining:
         self._stream.close()
 
 
+def still_running(processes: list[psutil.Process], within_s: float) -> list[psutil.Process]:
+    """Those that have not ended when the time is over; returns as soon as all have. Zombies have ended."""
+    end = time.monotonic() + within_s
+    while processes and time.monotonic() < end:
+        time.sleep(0.2)
+        processes = [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return processes
+
+
 def audit(run_dir: Path) -> subprocess.CompletedProcess[str]:
     """python -m core.ledger audit RUN_DIR, as a user calls it."""
     command = [sys.executable, "-m", "core.ledger", "audit", str(run_dir)]

@@ -9,7 +9,7 @@ import pytest
 
 from core.config import load_config
 from data.schedule import prompts_of_step
-from tests.runs import RunningTraining, audit, metrics
+from tests.runs import RunningTraining, audit, metrics, still_running
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -107,4 +107,5 @@ def test_a_killed_driver_leaves_nothing_behind_and_goes_on_where_it_was(start):
     rates = [lines[step]["learning_rate"] for step in range(6)]
     assert rates == pytest.approx([1e-3 * min(1.0, (step + 1) / 4) for step in range(6)])  # warm-up goes on
     assert abs(lines[5]["kl_reference"]) > 0  # still against the first weights
-    assert [process for process in orphans if process.is_running() and process.status() != "zombie"] == []
+    # Ray's two agents wait 60 s for an answer of the head that died with the driver, then go.
+    assert still_running(orphans, within_s=90) == []
