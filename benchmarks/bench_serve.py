@@ -21,7 +21,7 @@ from ray import serve
 
 from core.config import load_config
 from policy.bundled import BUNDLED
-from serve.artefact import Artefact, artefacts_folder, export_run, load_artefact
+from serve.artefacts.artefact import Artefact, artefacts_folder, export_run, load_artefact
 from serve.config import ServeConfig
 from serve.registry import Registry
 from serve.server import Server

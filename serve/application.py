@@ -10,12 +10,12 @@ from actors.crew import environment
 from cluster.session import NAMESPACE
 from core.config import load_config
 from core.machine import read_machine
-from serve.cache_server import cache_url_of
+from serve.cache.keeper import cache_url_of
 from serve.config import ServeConfig
 from serve.names import GATEWAY, application_of
 from serve.registry import Registry
 from serve.replica import Replica
-from serve.traffic import BOARD, TrafficBoard
+from serve.rollout.traffic import BOARD, TrafficBoard
 
 
 def open_port(config: ServeConfig) -> None:
@@ -55,7 +55,7 @@ def gateway(arguments: dict[str, Any]) -> Application:
 def _gateway_of(config: ServeConfig, cache_url: str | None) -> Application:
     def build() -> Any:
         """Runs in the gateway's process, and imports vLLM only there: it takes twenty seconds."""
-        from serve.gateway import build_gateway
+        from serve.gateway.surface import build_gateway
 
         start_registered(config)
         return build_gateway(config, cache_url)

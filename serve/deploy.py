@@ -23,16 +23,16 @@ from core.config import ClusterConfig, load_config
 from core.errors import RunBroken, UserError
 from core.machine import read_machine
 from serve.application import is_running, start_version, stop_version
-from serve.artefact import artefacts_folder, load_artefact
+from serve.artefacts.artefact import artefacts_folder, load_artefact
 from serve.config import ServeConfig
+from serve.gate.tasks import Tasks, heldout_tasks, score
 from serve.names import application_of
 from serve.preparation import prepare_version
-from serve.progress import Progress
 from serve.registry import Registry
-from serve.rollout import Rollout
+from serve.rollout.controller import Rollout
+from serve.rollout.progress import Progress
+from serve.rollout.traffic import BOARD, VersionTraffic
 from serve.running import running_server
-from serve.tasks import Tasks, heldout_tasks, score
-from serve.traffic import BOARD, VersionTraffic
 
 TOKEN = Path.home() / ".ray" / "auth_token"
 NUM_PROBES = 32  # tasks a canary step

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable
 
 from core.errors import DeadlineExceeded, RunBroken, UserError
-from serve.artefact import Artefact, export_run
+from serve.artefacts.artefact import Artefact, export_run
+from serve.artefacts.quantize import quantize
 from serve.config import ServeConfig
-from serve.gate import Verdict, judge
-from serve.probe import missing_kernel
-from serve.quantize import quantize
-from serve.tasks import Tasks, heldout_tasks, training_texts
+from serve.gate.probe import missing_kernel
+from serve.gate.tasks import Tasks, heldout_tasks, training_texts
+from serve.gate.verdict import Verdict, judge
 
 Say = Callable[[str], None]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from core.durable import append_line, write_text
 from core.errors import RunBroken, UserError
-from serve.artefact import artefacts_folder, flaw
+from serve.artefacts.artefact import artefacts_folder, flaw
 
 FORMAT = 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")

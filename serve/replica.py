@@ -8,7 +8,7 @@ from typing import Any
 from core.errors import RunBroken
 from core.machine import read_machine, resolve_dtype
 from policy.engine import end_with_processes, set_engine_environment
-from serve.artefact import artefacts_folder, flaw
+from serve.artefacts.artefact import artefacts_folder, flaw
 from serve.config import ReplicaConfig, ServeConfig
 
 PIECE_INTERVAL_S = 0.03  # pieces of one stream that come faster are sent together: every message costs CPU

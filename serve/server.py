@@ -16,13 +16,13 @@ from core.durable import write_text
 from core.errors import RunBroken
 from core.machine import read_machine
 from serve.application import open_port, start_board, start_gateway, start_version
-from serve.cache_server import NAME as CACHE
-from serve.cache_server import cache_url_of
+from serve.cache.keeper import NAME as CACHE
+from serve.cache.keeper import cache_url_of
 from serve.config import ServeConfig
 from serve.names import GATEWAY
 from serve.registry import Registry
+from serve.rollout.traffic import BOARD
 from serve.running import RECORD
-from serve.traffic import BOARD
 
 Say = Callable[[str], None]
 

@@ -19,11 +19,11 @@ from rich.text import Text
 from core.config import load_config
 from core.errors import RunBroken, UserError
 from core.terminal import plain_text
-from serve.artefact import artefacts_folder, flaw, load_artefact
+from serve.artefacts.artefact import artefacts_folder, flaw, load_artefact
 from serve.config import ServeConfig
-from serve.metrics import SHORT, roles
-from serve.progress import Journal
+from serve.gateway.metrics import SHORT, roles
 from serve.registry import Registry, Routing
+from serve.rollout.progress import Journal
 from serve.running import running_server
 
 TIMEOUT_S = 5.0

@@ -23,8 +23,8 @@ import ray
 
 from cluster.prometheus import DISCOVERY, OwnMetrics, scrape_config
 from cluster.training_metrics import TrainingMetrics
-from serve.instruments import COUNTERS, GAUGES, HISTOGRAMS, RewardGauge
-from serve.metrics import GatewayMetrics
+from serve.gateway.instruments import COUNTERS, GAUGES, HISTOGRAMS, RewardGauge
+from serve.gateway.metrics import GatewayMetrics
 from serve.registry import Routing
 
 pytestmark = pytest.mark.ray

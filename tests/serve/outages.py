@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from serve.cache import ResponseCache
+from serve.cache.responses import ResponseCache
 from serve.config import CacheConfig
 
 BUSY_S = 0.4  # what a busy machine may add to a wait

@@ -9,10 +9,10 @@ from ray import serve
 
 from core.config import parse_config
 from serve.application import open_port, start_board, start_gateway, start_version
-from serve.artefact import export_run
-from serve.cache_server import start_cache_server
+from serve.artefacts.artefact import export_run
+from serve.cache.keeper import start_cache_server
+from serve.cache.redis_server import free_port
 from serve.config import ServeConfig
-from serve.redis_server import free_port
 from serve.registry import Registry
 from tests.tiny import save_tiny_model
 

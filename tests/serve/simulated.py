@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from serve.artefact import Origin, store
+from serve.artefacts.artefact import Origin, store
 from serve.config import ServeConfig
 from serve.registry import Registry, Routing
-from serve.rollout import Rollout
-from serve.traffic import TrafficLog, VersionTraffic
+from serve.rollout.controller import Rollout
+from serve.rollout.traffic import TrafficLog, VersionTraffic
 
 
 @dataclass

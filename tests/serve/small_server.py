@@ -12,8 +12,8 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from serve.metrics import GatewayMetrics, Measured
-from serve.page import page_router
+from serve.gateway.metrics import GatewayMetrics, Measured
+from serve.gateway.page import page_router
 from serve.registry import Routing
 
 STABLE, CANARY = "0123456789ab" + "0" * 52, "fedcba987654" + "1" * 52

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from core.checkpoint import write_checkpoint
 from core.config import Config, dump_config, parse_config
 from core.errors import RunBroken, UserError
-from serve.artefact import MANIFEST, artefacts_folder, export_run, flaw, load_artefact, record
-from serve.tensors import find_nonfinite, read_tensors
+from serve.artefacts.artefact import MANIFEST, artefacts_folder, export_run, flaw, load_artefact, record
+from serve.artefacts.tensors import find_nonfinite, read_tensors
 
 pytestmark = pytest.mark.fast
 CHECKOUT = Path(__file__).parents[2]
@@ -212,7 +212,7 @@ def test_a_manifest_being_replaced_is_no_damage(model, tmp_path):
 def test_a_killed_export_leaves_no_version_and_the_next_one_cleans_up(model, tmp_path):
     serve = tmp_path / "serve"
     code = (
-        "import shutil, sys, time; from pathlib import Path; from serve.artefact import Origin, store\n"
+        "import shutil, sys, time; from pathlib import Path; from serve.artefacts.artefact import Origin, store\n"
         "def fill(folder):\n"
         "    shutil.copyfile(sys.argv[2] + '/model.safetensors', folder / 'model.safetensors')\n"
         "    print('filled', flush=True); time.sleep(60)\n"
@@ -233,7 +233,7 @@ def test_a_killed_export_leaves_no_version_and_the_next_one_cleans_up(model, tmp
 def test_two_exports_at_once_make_one_version(model, tmp_path):
     serve = tmp_path / "serve"
     code = (
-        "import shutil, sys; from pathlib import Path; from serve.artefact import Origin, store\n"
+        "import shutil, sys; from pathlib import Path; from serve.artefacts.artefact import Origin, store\n"
         "copy = lambda folder: shutil.copyfile(sys.argv[2], folder / 'model.safetensors') and None\n"
         "print({store(Path(sys.argv[1]), copy, Origin('test')).digest for _ in range(30)})"
     )

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -10,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from core.errors import DeadlineExceeded
+from core.errors import DeadlineExceeded, RunBroken
 from policy.bundled import load_tokenizer
-from serve.artefact import Artefact, export_run, flaw, load_artefact
+from serve.artefacts.artefact import Artefact, export_run, flaw, load_artefact
+from serve.artefacts.quantize import packages_folder, quantize
+from serve.artefacts.tensors import find_nonfinite, read_tensors
 from serve.config import QuantizeConfig, ReplicaConfig, ServeConfig
-from serve.probe import FIXED_TEXT, ask
-from serve.quantize import packages_folder, quantize
-from serve.tasks import Tasks, heldout_tasks
-from serve.tensors import find_nonfinite, read_tensors
+from serve.gate.probe import FIXED_TEXT, ask, missing_kernel
+from serve.gate.tasks import Tasks, heldout_tasks
 from tests.serve.trained import train_to_answer
 
 pytestmark = [
@@ -69,6 +70,11 @@ def test_the_engine_serves_what_the_file_says(quantized):
     full, made = quantized
     config = ServeConfig(serve_dir=full.folder.parent.parent, replica=ReplicaConfig(kv_cache_bytes=1 << 26))
     tasks = dataclasses.replace(heldout_tasks(full, 8), max_new_tokens=6)
+    lacking = missing_kernel()
+    if lacking:  # no 4-bit kernel on this CPU: said in one sentence, and nothing is served from it
+        with pytest.raises(RunBroken, match=re.escape(lacking)):
+            ask(made, tasks, config)
+        return
     served = ask(made, tasks, config)
     # transformers unpacks the 4-bit weights into plain ones: another reader of the same file
     model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.bfloat16)

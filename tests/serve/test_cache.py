@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from serve.cache import FRAME_BYTES, ResponseCache
+from serve.cache.redis_server import EmbeddedServer
+from serve.cache.responses import FRAME_BYTES, ResponseCache
 from serve.config import CacheConfig
-from serve.redis_server import EmbeddedServer
 from tests.serve.servers import redis_server
 
 pytestmark = pytest.mark.process
@@ -203,7 +203,8 @@ def test_a_waiter_goes_on_by_itself_when_the_owner_gives_up_or_takes_too_long(ur
 
 def test_a_computation_of_another_process_that_is_killed_is_waited_for_no_longer_than_its_claim(url):
     claiming = (
-        "import asyncio, sys, time\nfrom serve.cache import ResponseCache\nfrom serve.config import CacheConfig\n"
+        "import asyncio, sys, time\nfrom serve.cache.responses import ResponseCache\n"
+        "from serve.config import CacheConfig\n"
         "async def main():\n"
         "    cache = ResponseCache(CacheConfig(timeout_s=1.0, lease_s=1.5), sys.argv[1])\n"
         "    print(await cache.claim('key'), flush=True)\n    time.sleep(600)\n"

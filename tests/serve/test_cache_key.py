@@ -67,7 +67,7 @@ def vllm() -> Any:
         warnings.simplefilter("ignore")  # of vLLM's own imports
         import vllm.sampling_params as module
 
-        import serve.cache_key as keys
+        import serve.cache.key as keys
     module.keys = keys
     return module
 

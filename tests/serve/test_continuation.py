@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve.continuation import Continuation
+from serve.gateway.continuation import Continuation
 from tests.tiny import byte_tokenizer
 
 pytestmark = pytest.mark.fast

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from serve.metrics import GatewayMetrics
+from serve.gateway.metrics import GatewayMetrics
 
 pytestmark = pytest.mark.fast
 STABLE = "a" * 64

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from serve.flight import Flight
+from serve.cache.flight import Flight
 
 pytestmark = pytest.mark.fast
 

@@ -9,10 +9,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from core.config import RewardConfig, RewardTerm
-from serve.artefact import Artefact, Origin, export_run, flaw, load_artefact, store
+from serve.artefacts.artefact import Artefact, Origin, export_run, flaw, load_artefact, store
 from serve.config import GateConfig, ServeConfig
-from serve.gate import decide, judge
-from serve.probe import Answers, golden_flaw
+from serve.gate.probe import Answers, golden_flaw
+from serve.gate.verdict import decide, judge
 from tests.serve.trained import ANSWER, tasks_of
 
 pytestmark = pytest.mark.fast

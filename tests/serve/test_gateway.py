@@ -9,7 +9,7 @@ import pytest
 
 from data.template import template_tokens
 from policy.bundled import load_tokenizer
-from serve.artefact import artefacts_folder
+from serve.artefacts.artefact import artefacts_folder
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 HELLO = [{"role": "user", "content": "Hello, who is there?"}]

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from data.template import template_tokens
 from policy.bundled import load_tokenizer
-from serve.artefact import Artefact, export_run, load_artefact
+from serve.artefacts.artefact import Artefact, export_run, load_artefact
 from serve.config import ReplicaConfig, ServeConfig
-from serve.gate import judge
-from serve.tasks import Tasks
+from serve.gate.tasks import Tasks
+from serve.gate.verdict import judge
 from tests.serve.trained import tasks_of, train_to_answer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

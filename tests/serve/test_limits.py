@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, HTTPException, Request
 
-from serve.limits import BodyLimit, check_request
+from serve.gateway.limits import BodyLimit, check_request
 
 pytestmark = pytest.mark.fast
 

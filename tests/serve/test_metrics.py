@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from core.errors import RunBroken
-from serve.metrics import NUM_RECENT, WINDOW_S, GatewayMetrics, Measured, hit_ratio, quantile, roles
+from serve.gateway.metrics import NUM_RECENT, WINDOW_S, GatewayMetrics, Measured, hit_ratio, quantile, roles
 from serve.registry import Routing
 
 pytestmark = pytest.mark.fast

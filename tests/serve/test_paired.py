@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from core.errors import UserError
-from serve.paired import compare
+from serve.gate.paired import compare
 
 pytestmark = pytest.mark.fast
 

@@ -8,9 +8,9 @@ from safetensors.torch import save_file
 
 from core.errors import RunBroken, UserError
 from policy.bundled import load_tokenizer
-from serve.artefact import Artefact, export_run
+from serve.artefacts.artefact import Artefact, export_run
+from serve.artefacts.quantize import check_group_size, check_quantized, quantize, read_calibration
 from serve.config import QuantizeConfig
-from serve.quantize import check_group_size, check_quantized, quantize, read_calibration
 
 pytestmark = pytest.mark.fast
 PROMPTS = [f"What is {number} + {number + 1}? Reply with the number only." for number in range(16)]

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from serve import rate_limit
+from serve.cache.redis_link import RedisLink
+from serve.cache.redis_server import EmbeddedServer
 from serve.config import CacheConfig, GatewayConfig
-from serve.rate_limit import RateLimiter
-from serve.redis_link import RedisLink
-from serve.redis_server import EmbeddedServer
+from serve.gateway import rate_limit
+from serve.gateway.rate_limit import RateLimiter
 
 pytestmark = pytest.mark.process
 

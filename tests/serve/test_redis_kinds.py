@@ -14,7 +14,7 @@ import pytest
 from redis.asyncio import Redis
 
 from core.errors import UserError
-from serve.cache import ResponseCache
+from serve.cache.responses import ResponseCache
 from serve.config import CacheConfig
 from tests.serve.outages import bears_an_outage, opened, works_again
 from tests.serve.servers import ask, free_port, redis_server, wait_until

@@ -11,9 +11,9 @@ import psutil
 import pytest
 from redis.asyncio import Redis
 
+from serve.cache.redis_link import MAX_CONNECTIONS
+from serve.cache.redis_server import EmbeddedServer
 from serve.config import CacheConfig
-from serve.redis_link import MAX_CONNECTIONS
-from serve.redis_server import EmbeddedServer
 from tests.serve import servers
 from tests.serve.outages import BUSY_S, bears_an_outage, opened, timed, works_again
 from tests.serve.servers import free_port, lying_server, redis_server

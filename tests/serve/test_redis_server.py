@@ -14,10 +14,10 @@ from redis import Redis
 from redis.exceptions import AuthenticationError
 
 from core.errors import RunBroken
-from serve import redis_server
-from serve.cache import ResponseCache
+from serve.cache import redis_server
+from serve.cache.redis_server import EmbeddedServer
+from serve.cache.responses import ResponseCache
 from serve.config import CacheConfig
-from serve.redis_server import EmbeddedServer
 from tests.reward.processes import gone_within, is_running
 
 pytestmark = pytest.mark.process
@@ -120,7 +120,7 @@ def test_it_outlives_the_thread_that_started_it():
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_it_is_gone_with_its_owner_however_that_ends(ending):
     owning = (
-        "import time\nfrom serve.config import CacheConfig\nfrom serve.redis_server import EmbeddedServer\n"
+        "import time\nfrom serve.config import CacheConfig\nfrom serve.cache.redis_server import EmbeddedServer\n"
         "server = EmbeddedServer(CacheConfig())\nprint(server.pid, flush=True)\ntime.sleep(600)\n"
     )
     owner = subprocess.Popen(
@@ -139,7 +139,8 @@ def test_it_is_gone_with_its_owner_however_that_ends(ending):
 
 def test_a_frozen_server_is_gone_with_its_killed_owner_too():
     owning = (
-        "import os, signal, time\nfrom serve.config import CacheConfig\nfrom serve.redis_server import EmbeddedServer\n"
+        "import os, signal, time\nfrom serve.cache.redis_server import EmbeddedServer\n"
+        "from serve.config import CacheConfig\n"
         "server = EmbeddedServer(CacheConfig())\nos.kill(server.pid, signal.SIGSTOP)\nprint(server.pid, flush=True)\n"
         "time.sleep(600)\n"
     )

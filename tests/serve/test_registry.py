@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import RunBroken, UserError
-from serve.artefact import Origin, artefacts_folder, store
+from serve.artefacts.artefact import Origin, artefacts_folder, store
 from serve.registry import LostRace, Registry, Routing
 
 pytestmark = pytest.mark.fast
@@ -171,7 +171,7 @@ def test_concurrent_writers_lose_no_change(tmp_path, versions):
 def test_a_kill_at_any_instant_leaves_a_whole_registry(tmp_path, versions):
     generator = random.Random(3)
     seen = 0
-    for _ in range(12):
+    for _ in range(6):
         child = start_writer(tmp_path, 10**6, versions)
         time.sleep(generator.uniform(0.0, 0.12))
         os.kill(child.pid, signal.SIGKILL)

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from core.errors import RunBroken, UserError
-from serve.artefact import artefacts_folder
+from serve.artefacts.artefact import artefacts_folder
 from serve.registry import Routing
-from serve.traffic import TrafficLog
+from serve.rollout.traffic import TrafficLog
 from tests.serve.simulated import Behaviour, Scene
 
 pytestmark = pytest.mark.fast

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.progress import Journal
+from serve.rollout.progress import Journal
 from tests.serve.simulated import Behaviour, Scene, continued
 
 pytestmark = pytest.mark.process

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from core.errors import RunBroken
+from serve.gateway.router import Router, position
 from serve.registry import Routing
-from serve.router import Router, position
 
 pytestmark = pytest.mark.fast
 STABLE, CANARY = "a" * 64, "b" * 64

@@ -7,7 +7,7 @@ import pytest
 
 from core.errors import UserError
 from serve.config import CanaryConfig
-from serve.sequential import (
+from serve.rollout.sequential import (
     error_evidence,
     first_slow_bucket,
     judge_rewards,
@@ -16,7 +16,7 @@ from serve.sequential import (
     reward_evidence,
     threshold,
 )
-from serve.traffic import EDGES_S, NUM_BUCKETS, VersionTraffic
+from serve.rollout.traffic import EDGES_S, NUM_BUCKETS, VersionTraffic
 
 pytestmark = pytest.mark.fast
 CONFIG = CanaryConfig()

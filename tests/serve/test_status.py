@@ -11,9 +11,9 @@ import psutil
 import pytest
 from fastapi import FastAPI, HTTPException, Request
 
-from serve.artefact import Artefact, export_run, record
-from serve.metrics import GatewayMetrics
-from serve.page import page_router
+from serve.artefacts.artefact import Artefact, export_run, record
+from serve.gateway.metrics import GatewayMetrics
+from serve.gateway.page import page_router
 from serve.registry import Registry
 from serve.running import running_server
 from serve.status import main

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from core.config import RewardConfig, RewardTerm
-from serve.artefact import export_run
-from serve.tasks import heldout_tasks, score, training_texts
+from serve.artefacts.artefact import export_run
+from serve.gate.tasks import heldout_tasks, score, training_texts
 from tests.serve.trained import ANSWER, tasks_of
 
 pytestmark = pytest.mark.fast

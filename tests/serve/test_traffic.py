@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from serve.traffic import (
+from serve.rollout.traffic import (
     BOARD,
     CALL_LIMIT_S,
     EDGES_S,

@@ -9,8 +9,8 @@ from core.config import RewardConfig
 from core.trajectory import Prompt
 from data.template import template_tokens
 from policy.bundled import load_tokenizer
-from serve.probe import FIXED_TEXT, GOLDEN_PROMPTS
-from serve.tasks import Tasks
+from serve.gate.probe import FIXED_TEXT, GOLDEN_PROMPTS
+from serve.gate.tasks import Tasks
 
 ANSWER = "7"
 

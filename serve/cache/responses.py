@@ -15,9 +15,9 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from serve.breaker import State
+from serve.cache.breaker import State
+from serve.cache.redis_link import RedisLink
 from serve.config import CacheConfig
-from serve.redis_link import RedisLink
 
 MAGIC = b"GRC1"
 DIGEST_BYTES = 16

@@ -21,7 +21,7 @@ START_LIMIT_S = 10.0
 STOP_LIMIT_S = 2.0
 PORT_TRIES = 5  # another process may take a free port between the look and the bind
 POLL_S = 0.005
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parents[2]
 # Asks the kernel to end the process with its owner, then becomes the server: the request outlives the exec.
 LAUNCH = "import os, sys; from reward.user_process import die_with_parent; die_with_parent(int(sys.argv[1])); "
 LAUNCH += "os.execv(sys.argv[2], sys.argv[2:])"

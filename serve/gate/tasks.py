@@ -8,7 +8,7 @@ from core.trajectory import Prompt, answered
 from data.dataset import load_dataset
 from policy.bundled import load_tokenizer
 from reward.worker import RewardWorker
-from serve.artefact import Artefact
+from serve.artefacts.artefact import Artefact
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.errors import RunBroken
-from serve.exchange import AnswerMeter, Exchange
-from serve.instruments import Batch, Instruments
+from serve.gateway.exchange import AnswerMeter, Exchange
+from serve.gateway.instruments import Batch, Instruments
 from serve.registry import Routing
 
 ANSWERS = ("/v1/chat/completions", "/v1/completions")

@@ -14,7 +14,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from core.errors import UserError
-from serve.breaker import Breaker
+from serve.cache.breaker import Breaker
 from serve.config import CacheConfig
 
 MAX_CONNECTIONS = 32

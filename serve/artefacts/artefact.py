@@ -24,9 +24,9 @@ from core.config import Config, load_config
 from core.durable import free_bytes, sync_folder, write_text
 from core.errors import RunBroken, UserError
 from policy.bundled import load_tokenizer, resolve_model
-from serve.sealed import File, digest_of, file_flaw, seal
-from serve.skeleton import find_missing
-from serve.tensors import find_nonfinite
+from serve.artefacts.sealed import File, digest_of, file_flaw, seal
+from serve.artefacts.skeleton import find_missing
+from serve.artefacts.tensors import find_nonfinite
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -9,8 +9,8 @@ import ray
 
 from cluster.session import NAMESPACE
 from core.errors import RunBroken
+from serve.cache.redis_server import EmbeddedServer, free_port
 from serve.config import CacheConfig
-from serve.redis_server import EmbeddedServer, free_port
 
 NAME = "response-cache"
 WATCH_S = 0.5

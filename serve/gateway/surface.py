@@ -21,21 +21,21 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 
 from cluster.session import NAMESPACE
 from core.errors import RunBroken
-from serve.cache import ResponseCache
+from serve.cache.responses import ResponseCache
 from serve.config import ServeConfig
-from serve.limits import BodyLimit, check_request
-from serve.metrics import GatewayMetrics, Measured
+from serve.gateway.limits import BodyLimit, check_request
+from serve.gateway.metrics import GatewayMetrics, Measured
+from serve.gateway.page import page_router
+from serve.gateway.rate_limit import RateLimiter
+from serve.gateway.remote_engine import Overloaded, ReplicaLost
+from serve.gateway.replica_counts import ReplicaCounts
+from serve.gateway.router import Router
+from serve.gateway.scope import SCOPE, Scope
+from serve.gateway.version import Version
 from serve.names import application_of
-from serve.page import page_router
-from serve.rate_limit import RateLimiter
 from serve.registry import Registry
-from serve.remote_engine import Overloaded, ReplicaLost
-from serve.replica_counts import ReplicaCounts
-from serve.router import Router
-from serve.scope import SCOPE, Scope
+from serve.rollout.traffic import BOARD, TrafficLog, report_forever
 from serve.tenants import Tenants
-from serve.traffic import BOARD, TrafficLog, report_forever
-from serve.version import Version
 
 LOCAL = "local"  # the tenant where no keys are configured
 RETRY_AFTER_S = "1"

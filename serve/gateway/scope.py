@@ -4,7 +4,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
-from serve.metrics import GatewayMetrics
+from serve.gateway.metrics import GatewayMetrics
 
 Source = Literal["hit", "miss", "bypass", "coalesced"]
 

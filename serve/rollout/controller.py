@@ -1,7 +1,7 @@
 """A version's way into traffic: started -> share_0 .. share_k -> promoted -> drained, or rolled_back at any point.
 
-The controller. What it decides is written by serve/progress.py, so that a kill at any instant is carried on by
-`resume`; how it judges is serve/sequential.py. Left out: while no controller lives, a canary keeps its share and nobody
+The controller. What it decides is written by serve/rollout/progress.py, so that a kill at any instant is carried on by
+`resume`; how it judges is serve/rollout/sequential.py. Left out: while no controller lives, a canary keeps its share and nobody
 watches it, until `resume`.
 """
 
@@ -11,10 +11,10 @@ from typing import Protocol
 
 from core.errors import UserError
 from serve.config import ServeConfig
-from serve.progress import Journal, Progress, Rewards, TakenOver
 from serve.registry import LostRace, Registry
-from serve.sequential import judge_rewards, judge_traffic
-from serve.traffic import VersionTraffic
+from serve.rollout.progress import Journal, Progress, Rewards, TakenOver
+from serve.rollout.sequential import judge_rewards, judge_traffic
+from serve.rollout.traffic import VersionTraffic
 
 LOOK_INTERVAL_S = 1.0  # gateways report as often
 RECOUNT_S = 5.0  # after counts were lost: gateways that live have reported by then
@@ -33,7 +33,7 @@ class Ports(Protocol):
         """Totals since serving started."""
 
     def in_flight(self, digest: str, within_s: float) -> int | None:
-        """As serve.traffic.TrafficBoard says."""
+        """As serve.rollout.traffic.TrafficBoard says."""
 
     def probe(self, stable: str, canary: str, first: int) -> tuple[Sequence[float], Sequence[float]]:
         """Rewards in 0..1 of both versions on the same tasks of a fixed list, from place `first` on, some at a time.

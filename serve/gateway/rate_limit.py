@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from redis.asyncio import Redis
 
+from serve.cache.redis_link import RedisLink
 from serve.config import GatewayConfig
-from serve.redis_link import RedisLink
 
 # KEYS[1]: the bucket; ARGV: interval and burst * interval, in us. Answers {allowed, us to wait, us ahead}. By the
 # server's clock, the one that all gateways share; where it has jumped back, a bucket is never worse than empty.

@@ -10,7 +10,7 @@ from ray import serve
 from ray.exceptions import RayError
 
 from core.errors import RunBroken
-from serve.metrics import roles
+from serve.gateway.metrics import roles
 from serve.names import application_of
 from serve.registry import Routing
 

@@ -18,7 +18,7 @@ from typing import Any
 from core.durable import append_line, write_text
 from core.errors import RunBroken, UserError
 from serve.registry import LostRace, Registry, Routing
-from serve.traffic import VersionTraffic
+from serve.rollout.traffic import VersionTraffic
 
 FORMAT = 1
 Rewards = tuple[tuple[float, ...], tuple[float, ...]]  # of stable and canary, probe by probe

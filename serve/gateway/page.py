@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 from cluster.prometheus import OwnMetrics
-from serve.metrics import GatewayMetrics
+from serve.gateway.metrics import GatewayMetrics
 
 PAGE = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
 Replicas = Callable[[], Awaitable[Mapping[str, Any]]]

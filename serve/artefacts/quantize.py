@@ -19,10 +19,10 @@ from core.errors import RunBroken, UserError
 from core.machine import read_machine
 from data.template import template_tokens
 from policy.bundled import load_tokenizer
-from serve.artefact import Artefact, Origin, flaw, record, store
+from serve.artefacts.artefact import Artefact, Origin, flaw, record, store
+from serve.artefacts.tensors import Tensor, find_nonfinite, read_tensors
 from serve.child import PROJECT, Job, Say, run_job, say_plainly
 from serve.config import QuantizeConfig
-from serve.tensors import Tensor, find_nonfinite, read_tensors
 
 SERVED_GROUP_SIZES = (32, 64, 128)  # that vLLM's kernels take, on CPU and on CUDA
 WIDTH_STEP = 32  # its CPU kernel wants both widths of a layer to be multiples of it
@@ -191,7 +191,7 @@ def _run(
     run_job(
         Job(
             what=f"quantising {artefact.digest[:12]} in groups of {group_size}",
-            arguments=["-m", "serve.awq_child", str(place / "job.json")],
+            arguments=["-m", "serve.artefacts.awq_child", str(place / "job.json")],
             time_limit_s=config.time_limit_s,
             limit_name="quantize.time_limit_s",
             first_on_path=(str(packages_folder()),),

@@ -27,7 +27,7 @@ from scipy import optimize, special
 
 from core.errors import UserError
 from serve.config import CanaryConfig
-from serve.traffic import EDGES_S, NUM_BUCKETS, VersionTraffic
+from serve.rollout.traffic import EDGES_S, NUM_BUCKETS, VersionTraffic
 
 MAX_SLOW = 0.05  # of answers slower than a p95, by definition
 NUM_TESTS = 3  # errors, latency, rewards

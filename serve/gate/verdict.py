@@ -3,13 +3,13 @@
 from dataclasses import asdict, dataclass
 
 from core.errors import RunBroken, UserError
-from serve.artefact import Artefact, flaw, record
+from serve.artefacts.artefact import Artefact, flaw, record
+from serve.artefacts.tensors import find_nonfinite
 from serve.child import Say, say_plainly
 from serve.config import GateConfig, ServeConfig
-from serve.paired import PairedLoss, compare
-from serve.probe import Answers, ask
-from serve.tasks import Tasks, score
-from serve.tensors import find_nonfinite
+from serve.gate.paired import PairedLoss, compare
+from serve.gate.probe import Answers, ask
+from serve.gate.tasks import Tasks, score
 
 MAX_FIRST_PERPLEXITY = 1000.0  # of a version with nothing to compare it with; models of the field have 10 to 100
 

@@ -1,7 +1,7 @@
 """Quantises one model folder by AWQ (Lin et al. 2023, arXiv 2306.00978); runs in a process of its own.
 
-`python -m serve.awq_child JOB.json LIFELINE`, started by `serve.quantize` with llm-compressor's packages first on its
-path: they pin versions that the rest of the project cannot have.
+`python -m serve.artefacts.awq_child JOB.json LIFELINE`, started by `serve.artefacts.quantize` with llm-compressor's
+packages first on its path: they pin versions that the rest of the project cannot have.
 """
 
 import json

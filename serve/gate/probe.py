@@ -1,6 +1,6 @@
 """What a version does on the engine that will serve it: answers to tasks, perplexity, golden prompts, speed.
 
-The engine runs in a process of its own (`python -m serve.probe JOB.json LIFELINE`), so that its memory is returned
+The engine runs in a process of its own (`python -m serve.gate.probe JOB.json LIFELINE`), so that its memory is returned
 before the next version's starts.
 """
 
@@ -20,11 +20,11 @@ from data.template import template_tokens
 from policy.bundled import load_tokenizer
 from policy.engine import set_engine_environment
 from reward.user_process import die_with_parent
-from serve.artefact import Artefact
+from serve.artefacts.artefact import Artefact
 from serve.child import Job, Say, run_job, say_plainly
 from serve.config import ReplicaConfig, ServeConfig
+from serve.gate.tasks import Tasks
 from serve.replica import engine_arguments
-from serve.tasks import Tasks
 
 GOLDEN_PROMPTS = ("What is 2 + 3?", "Say hello.", "Name a colour.", "What is the capital of France?")
 GOLDEN_TOKENS = 16
@@ -62,7 +62,7 @@ def ask(artefact: Artefact, tasks: Tasks, config: ServeConfig, say: Say = say_pl
         run_job(
             Job(
                 what=f"asking version {artefact.digest[:12]} ({artefact.origin.quantization}) its tasks",
-                arguments=["-m", "serve.probe", str(file)],
+                arguments=["-m", "serve.gate.probe", str(file)],
                 time_limit_s=config.gate.time_limit_s,
                 limit_name="gate.time_limit_s",
             ),

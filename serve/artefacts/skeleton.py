@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from serve.tensors import read_tensors
+from serve.artefacts.tensors import read_tensors
 
 
 def find_missing(folder: Path) -> list[str]:

@@ -26,14 +26,14 @@ from vllm.utils.async_utils import merge_async_iterators
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 
-from serve.answer import answer_to, decode_answer, encode_answer, merged
-from serve.cache import ResponseCache
-from serve.cache_key import SHARED, cache_key, is_deterministic
+from serve.cache.answer import answer_to, decode_answer, encode_answer, merged
+from serve.cache.flight import Flight
+from serve.cache.key import SHARED, cache_key, is_deterministic
+from serve.cache.responses import ResponseCache
 from serve.config import ServeConfig
-from serve.continuation import Continuation
-from serve.flight import Flight
-from serve.scope import SCOPE, Scope
-from serve.traffic import TrafficLog
+from serve.gateway.continuation import Continuation
+from serve.gateway.scope import SCOPE, Scope
+from serve.rollout.traffic import TrafficLog
 
 WHOLE = ("stop", "length", "repetition")  # how an answer ends that is the model's own
 

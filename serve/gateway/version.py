@@ -6,13 +6,13 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.renderers.online_renderer import OnlineRenderer
 
-from serve.artefact import artefacts_folder
-from serve.cache import ResponseCache
+from serve.artefacts.artefact import artefacts_folder
+from serve.cache.responses import ResponseCache
 from serve.config import ServeConfig
-from serve.openai_routes import Chat, Completion
-from serve.remote_engine import RemoteEngine
+from serve.gateway.openai_routes import Chat, Completion
+from serve.gateway.remote_engine import RemoteEngine
 from serve.replica import engine_arguments
-from serve.traffic import TrafficLog
+from serve.rollout.traffic import TrafficLog
 
 
 class Version:
