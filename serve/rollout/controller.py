@@ -1,8 +1,8 @@
 """A version's way into traffic: started -> share_0 .. share_k -> promoted -> drained, or rolled_back at any point.
 
 The controller. What it decides is written by serve/rollout/progress.py, so that a kill at any instant is carried on by
-`resume`; how it judges is serve/rollout/sequential.py. Left out: while no controller lives, a canary keeps its share and nobody
-watches it, until `resume`.
+`resume`; how it judges is serve/rollout/sequential.py. Left out: while no controller lives, a canary keeps its share
+and nobody watches it, until `resume`.
 """
 
 import contextlib
