@@ -21,7 +21,8 @@ from ray import serve
 
 from core.config import load_config
 from policy.bundled import BUNDLED
-from serve.artefacts.artefact import Artefact, artefacts_folder, export_run, load_artefact
+from serve.artefacts.artefact import Artefact, artefacts_folder, load_artefact
+from serve.artefacts.export import export_run
 from serve.config import ServeConfig
 from serve.registry import Registry
 from serve.server import Server

@@ -5,17 +5,17 @@ every file), made durable, and only then renamed. What a crash leaves behind is 
 next save. One process writes (the ledger's lock sees to it); anyone may read.
 """
 
-import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from core.durable import free_bytes, sync_folder
 from core.errors import RunBroken
+from core.sealed import File, file_flaw, seal_file
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -93,7 +93,9 @@ def flaw(folder: Path, hashes: bool = True) -> str | None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         step, written_as = int(manifest["step"]), manifest["format"]
-        files = {name: (int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+        files = {
+            name: File(int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()
+        }
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -104,24 +106,8 @@ def flaw(folder: Path, hashes: bool = True) -> str | None:
         return f"its manifest is that of step {step}"
     if not files:
         return f"{MANIFEST} lists no file"
-    flaws = (_file_flaw(folder / name, size, digest if hashes else None) for name, (size, digest) in files.items())
+    flaws = (file_flaw(folder / name, file, hashes) for name, file in files.items())
     return next((wrong for wrong in flaws if wrong), None)
-
-
-def _file_flaw(path: Path, size: int, digest: str | None) -> str | None:
-    try:
-        got = path.stat().st_size
-        if got != size:
-            return f"{path.name} must have {size} bytes, got {got}"
-        if digest is not None and _sha256(path) != digest:
-            return f"{path.name} does not match its sha256"
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} cannot be read ({error.strerror})"
-    except ValueError:  # a NUL character
-        return f"{path.name!r} is no name of a file"
-    return None
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
@@ -135,7 +121,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 
 def _seal(folder: Path, step: int) -> None:
-    files: dict[str, dict[str, int | str]] = {}
+    files: dict[str, dict[str, Any]] = {}
     folders = [folder]
     for path in sorted(folder.rglob("*")):
         if path.is_symlink():
@@ -144,7 +130,7 @@ def _seal(folder: Path, step: int) -> None:
             folders.append(path)
             continue
         name = path.relative_to(folder).as_posix()
-        files[name] = {"size_bytes": path.stat().st_size, "sha256": _sha256(path, durable=True)}
+        files[name] = seal_file(path)._asdict()
     if not files:
         raise ValueError("a checkpoint must hold at least one file, got none")
     with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
@@ -153,13 +139,6 @@ def _seal(folder: Path, step: int) -> None:
         os.fsync(stream.fileno())
     for place in reversed(folders):
         sync_folder(place)
-
-
-def _sha256(path: Path, durable: bool = False) -> str:
-    with path.open("rb") as stream:
-        if durable:
-            os.fsync(stream.fileno())
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _prune(folder: Path, step: int, keep: int) -> None:

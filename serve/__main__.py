@@ -13,8 +13,10 @@ from pathlib import Path
 from core.config import load_config
 from core.errors import UserError
 from policy.bundled import BUNDLED
+from serve.artefacts.artefact import artefacts_folder, load_artefact
 from serve.config import ServeConfig
-from serve.preparation import prepare_version
+from serve.preparation import prepare_first
+from serve.quantisation import Quantisation
 from serve.registry import Registry
 from serve.running import running_server
 from serve.server import Server
@@ -44,7 +46,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def run(config: ServeConfig, source: str | None) -> int:
-    """Prepares the version where there is something new to serve, then serves until interrupted."""
+    """Serves until interrupted: what is new in full precision first, in 4 bits once that has passed its gate."""
     other = running_server(config.serve_dir)
     if other:
         raise UserError(
@@ -53,15 +55,25 @@ def run(config: ServeConfig, source: str | None) -> int:
     registry = Registry(config.serve_dir)
     routing = registry.routing()
     if source is not None or routing.stable is None:
-        chosen = prepare_version(source or newest_run(), config, None, say)
-        if chosen.digest != routing.stable:
+        chosen = prepare_first(source or newest_run(), config, say)
+        if chosen.digest not in (routing.stable, parent_of(routing.stable, config)):
             registry.compare_and_set(routing.epoch, "served at start", stable=chosen.digest, canary=None)
     with Server(config, say) as server:
-        digest = server.registry.routing().stable or ""
+        digest = registry.routing().stable or ""
         say(f"serving version {digest[:12]} at {server.url}")
         say(example(server.url, config.gateway.model_name))
-        signal.pause()
+        behind = Quantisation(config, registry, say)
+        behind.start()
+        try:
+            signal.pause()
+        finally:
+            behind.end()
     return 0
+
+
+def parent_of(digest: str | None, config: ServeConfig) -> str | None:
+    """The version in full precision that a quantised one was made from."""
+    return load_artefact(artefacts_folder(config.serve_dir) / digest).origin.parent if digest else None
 
 
 def newest_run() -> str:

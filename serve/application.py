@@ -1,5 +1,6 @@
 """The Ray Serve applications: one gateway, and one deployment of replicas a version."""
 
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -9,6 +10,7 @@ from ray.serve import Application
 from actors.crew import environment
 from cluster.session import NAMESPACE
 from core.config import load_config
+from core.errors import RunBroken
 from core.machine import read_machine
 from serve.cache.keeper import cache_url_of
 from serve.config import ServeConfig
@@ -71,12 +73,28 @@ def _gateway_of(config: ServeConfig, cache_url: str | None) -> Application:
     return deployment.bind()
 
 
-def start_registered(config: ServeConfig) -> None:
-    """Starts the versions of the registry's routing that do not run yet."""
-    routing = Registry(config.serve_dir).routing()
+def start_registered(config: ServeConfig, say: Callable[[str], None] = print) -> None:
+    """Starts the versions of the registry's routing that do not run yet. RunBroken where none is registered.
+
+    A canary that does not come up is taken out of the routing: the stable version serves alone.
+    """
+    registry = Registry(config.serve_dir)
+    routing = registry.routing()
+    if routing.stable is None:
+        raise RunBroken(f"a version must be registered in {config.serve_dir} before serving starts, got none")
     for digest in filter(None, (routing.stable, routing.canary)):
-        if not is_running(digest):
+        if is_running(digest):
+            continue
+        say(f"starting version {digest[:12]}")
+        try:
             start_version(config, digest)
+        except RuntimeError as error:
+            if digest == routing.stable:
+                raise
+            reason = f"the canary did not start: {' '.join(str(error).split())[:500]}"
+            say(f"version {digest[:12]} is taken out of the routing: {reason}")
+            registry.compare_and_set(routing.epoch, reason, canary=None)
+            stop_version(digest)
 
 
 def start_version(config: ServeConfig, digest: str) -> None:

@@ -13,14 +13,12 @@ from ray import serve
 
 from cluster.session import NAMESPACE, end_session, start_session
 from core.durable import write_text
-from core.errors import RunBroken
 from core.machine import read_machine
-from serve.application import open_port, start_board, start_gateway, start_version
+from serve.application import open_port, start_board, start_gateway, start_registered
 from serve.cache.keeper import NAME as CACHE
 from serve.cache.keeper import cache_url_of
 from serve.config import ServeConfig
 from serve.names import GATEWAY
-from serve.registry import Registry
 from serve.rollout.traffic import BOARD
 from serve.running import RECORD
 
@@ -32,24 +30,18 @@ class Server:
 
     def __init__(self, config: ServeConfig, say: Say) -> None:
         self._config, self._say = config, say
-        self.registry = Registry(config.serve_dir)
         self._recorded = False
         self.url = f"http://{config.gateway.host}:{config.gateway.port}"
 
     def __enter__(self) -> Self:
         """Returns when the gateway answers. RunBroken where no version is registered."""
-        routing = self.registry.routing()
-        if routing.stable is None:
-            raise RunBroken("a version must be registered before serving starts, got none (Server)")
         try:
             session = start_session(self._config.cluster, read_machine())
             self._say(f"Ray dashboard: {session.dashboard or 'none'}")
             open_port(self._config)
             start_board()
             cache_url = cache_url_of(self._config.cache)
-            for digest in filter(None, (routing.stable, routing.canary)):
-                self._say(f"starting version {digest[:12]}")
-                start_version(self._config, digest)
+            start_registered(self._config, self._say)
             self._say("starting the gateway")
             start_gateway(self._config, cache_url)
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # ray.init puts its own in the place of ours

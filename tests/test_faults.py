@@ -77,35 +77,31 @@ def planned_ids(run_dir: Path, num_steps: int) -> dict[int, list[str]]:
     return {step: sorted(ids[row] for _, row in prompts_of_step(config, len(ids), step)) for step in range(num_steps)}
 
 
-def test_a_run_survives_kill_9_of_every_worker_it_can_replace_and_of_the_engine_below_one(start):
-    run = start("num_epochs=4", "max_staleness=1")  # 12 steps: 4 + 4 + 2 prompts an epoch
-    for done, title in ((1, "RewardWorker"), (2, "RolloutWorker"), (4, "GroupingActor"), (6, "EngineCore")):
-        run.wait_for(lambda done=done: run.steps() >= done, 240)
-        run.worker(title).kill()
-    assert run.wait(300) == 0, run.text()[-4000:]
-    proof = audit(run.run_dir)
-    assert proof.returncode == 0, proof.stdout + proof.stderr
-    assert trained_ids(run.run_dir) == planned_ids(run.run_dir, 12)
-    assert metrics(run.run_dir)[-1]["workers_replaced"] >= 4
-    assert max(line["staleness_max"] for line in metrics(run.run_dir)) == 1
-    summary = json.loads((run.run_dir / "summary.json").read_text())
-    assert summary["samples_trained"] == 4 * 10 * 4  # epochs x prompts x samples
-
-
-def test_a_killed_driver_leaves_nothing_behind_and_goes_on_where_it_was(start):
-    run = start("num_steps=6", "learner.kl_coefficient=0.02", "learner.warmup_steps=4")
+def test_one_run_through_kill_9_of_its_driver_of_every_worker_it_can_replace_and_of_the_engine_below_one(start):
+    settings = ["num_epochs=3", "learner.kl_coefficient=0.02", "learner.warmup_steps=4"]  # 9 steps: 4 + 4 + 2 prompts
+    run = start(*settings, "max_staleness=0")
     run.wait_for(lambda: run.steps() >= 3, 240)  # one step beyond the checkpoint of step 2
     orphans = run.descendants()
     run.kill_driver()
-    again = start("num_steps=6", "learner.kl_coefficient=0.02", "learner.warmup_steps=4")
+
+    again = start(*settings, "max_staleness=1")
+    before = again.steps()
+    for done, title in enumerate(("RewardWorker", "RolloutWorker", "GroupingActor", "EngineCore"), start=1):
+        again.wait_for(lambda done=done: again.steps() >= before + done, 240)
+        again.worker(title).kill()
     assert again.wait(300) == 0, again.text()[-4000:]
     assert "going on from the checkpoint of step" in again.text()
+
     proof = audit(run.run_dir)
     assert proof.returncode == 0, proof.stdout + proof.stderr
-    assert trained_ids(run.run_dir) == planned_ids(run.run_dir, 6)
-    lines = {line["step"]: line for line in metrics(run.run_dir)}
-    rates = [lines[step]["learning_rate"] for step in range(6)]
-    assert rates == pytest.approx([1e-3 * min(1.0, (step + 1) / 4) for step in range(6)])  # warm-up goes on
-    assert abs(lines[5]["kl_reference"]) > 0  # still against the first weights
+    assert trained_ids(run.run_dir) == planned_ids(run.run_dir, 9)  # step by step those of an unbroken run
+    lines = metrics(run.run_dir)
+    assert lines[-1]["workers_replaced"] >= 4
+    assert max(line["staleness_max"] for line in lines) == 1
+    rates = {line["step"]: line["learning_rate"] for line in lines}
+    assert [rates[step] for step in range(9)] == pytest.approx([1e-3 * min(1.0, (step + 1) / 4) for step in range(9)])
+    assert abs(lines[-1]["kl_reference"]) > 0  # still against the first weights
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert summary["samples_trained"] == 3 * 10 * 4  # epochs x prompts x samples
     # Ray's two agents wait 60 s for an answer of the head that died with the driver, then go.
     assert still_running(orphans, within_s=90) == []

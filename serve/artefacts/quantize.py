@@ -78,7 +78,7 @@ def quantize(
         source=artefact.origin.source,
         step=artefact.origin.step,
         parent=artefact.digest,
-        quantization=f"awq-w4a16-g{group_size}",
+        quantization=quantization_of(group_size),
         config=artefact.origin.config,
     )
     started = time.monotonic()
@@ -92,6 +92,11 @@ def quantize(
         num_calibration_tokens=sum(map(len, calibration.token_ids)),
         quantize_s=round(time.monotonic() - started, 1),
     )
+
+
+def quantization_of(group_size: int) -> str:
+    """What the Origin of a version so quantised says."""
+    return f"awq-w4a16-g{group_size}"
 
 
 def check_group_size(folder: Path, group_size: int) -> None:

@@ -120,7 +120,7 @@ def main(job: dict[str, Any]) -> None:
         texts=_answers(llm, job),
         perplexity=_perplexity(llm, model),
         golden_flaws=_golden_flaws(llm, model),
-        tokens_per_s=_speed(llm, job["prompts"]),
+        tokens_per_s=_speed(llm, model),
         start_s=start_s,
     )
     Path(job["output"]).write_text(json.dumps(asdict(answers)), encoding="utf-8")
@@ -154,9 +154,13 @@ def _perplexity(llm: Any, model: Path) -> float | None:
     return math.exp(-mean) if math.isfinite(mean) and mean > -700 else None  # e^700 is about the largest float
 
 
-def _golden_flaws(llm: Any, model: Path) -> list[str]:
+def _golden_tokens(model: Path) -> list[list[int]]:
     tokenizer = load_tokenizer(model)
-    prompts = [template_tokens(tokenizer, [{"role": "user", "content": text}]) for text in GOLDEN_PROMPTS]
+    return [template_tokens(tokenizer, [{"role": "user", "content": text}]) for text in GOLDEN_PROMPTS]
+
+
+def _golden_flaws(llm: Any, model: Path) -> list[str]:
+    prompts = _golden_tokens(model)
     found = []
     for prompt, output in zip(
         GOLDEN_PROMPTS, _generate(llm, prompts, max_tokens=GOLDEN_TOKENS, logprobs=0), strict=True
@@ -168,8 +172,8 @@ def _golden_flaws(llm: Any, model: Path) -> list[str]:
     return [flaw for flaw in found if flaw]
 
 
-def _speed(llm: Any, prompts: list[list[int]]) -> float:
-    asked = (prompts or [[1]])[:SPEED_PROMPTS]
+def _speed(llm: Any, model: Path) -> float:
+    asked = _golden_tokens(model) * (SPEED_PROMPTS // len(GOLDEN_PROMPTS))
     started = time.monotonic()
     outputs = _generate(llm, asked, max_tokens=SPEED_TOKENS, ignore_eos=True)
     return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.monotonic() - started)

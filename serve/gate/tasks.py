@@ -22,6 +22,9 @@ class Tasks:
     notes: tuple[str, ...] = ()
 
 
+NO_TASKS = Tasks((), 1, (), RewardConfig())  # of a version that is judged by itself
+
+
 def heldout_tasks(artefact: Artefact, num_tasks: int) -> Tasks:
     """Up to num_tasks held-out prompts of the artefact's run; generated arithmetic for a model without a run.
 

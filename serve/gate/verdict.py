@@ -32,33 +32,38 @@ class Verdict:
 
 
 def judge(
-    full: Artefact | None, candidate: Artefact, config: ServeConfig, tasks: Tasks, say: Say = say_plainly
+    full: Artefact | None,
+    candidate: Artefact,
+    config: ServeConfig,
+    tasks: Tasks,
+    say: Say = say_plainly,
+    asked: dict[str, Answers] | None = None,
 ) -> Verdict:
     """The Verdict on `candidate` against `full`, written into its manifest with the speeds and sizes of both.
 
-    Without `full` (the first version of all) only integrity, perplexity and golden prompts are looked at.
+    Without `full` (the first version of all) only integrity, perplexity and golden prompts are looked at. `asked` holds
+    what versions answered to these very tasks before, by digest; it is added to, so that nobody is asked twice.
     """
+    asked = {} if asked is None else asked
     reasons = [*_damage("candidate", candidate), *(_damage("full model", full) if full else [])]
     if full and len(tasks.prompts) < 2:
         reasons.append(f"a comparison must have at least 2 tasks, got {len(tasks.prompts)}")
-    asked: list[Answers | None] = [None, None]
-    for place, (name, artefact) in enumerate((("candidate", candidate), ("full model", full))):
-        if artefact is None or reasons:
+    for name, artefact in (("candidate", candidate), ("full model", full)):
+        if artefact is None or reasons or artefact.digest in asked:
             continue
         try:
             answers = ask(artefact, tasks, config, say)
         except RunBroken as error:
             reasons.append(f"the {name} must answer on the engine that will serve it: {error}")
             continue
-        asked[place] = answers
+        asked[artefact.digest] = answers
         record(artefact, tokens_per_s=round(answers.tokens_per_s, 1), size_bytes=artefact.size_bytes)
-    candidate_answers, full_answers = asked
-    if candidate_answers is None or (full and full_answers is None):
+    if reasons:
         verdict = refused(reasons, len(tasks.prompts))
     else:
-        verdict = decide(full_answers, candidate_answers, tasks, config.gate)
+        verdict = decide(asked[full.digest] if full else None, asked[candidate.digest], tasks, config.gate)
     try:
-        record(candidate, gate=asdict(verdict))
+        record(candidate, gate=asdict(verdict), judged_by=config.gate.model_dump(mode="json"))
     except UserError:  # its manifest is what is damaged; the verdict says so
         say(f"the verdict on {candidate.digest[:12]} could not be written into its manifest")
     return verdict

@@ -9,7 +9,7 @@ from ray import serve
 
 from core.config import parse_config
 from serve.application import open_port, start_board, start_gateway, start_version
-from serve.artefacts.artefact import export_run
+from serve.artefacts.export import export_run
 from serve.cache.keeper import start_cache_server
 from serve.cache.redis_server import free_port
 from serve.config import ServeConfig

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from core.checkpoint import write_checkpoint
 from core.config import Config, dump_config, parse_config
 from core.errors import RunBroken, UserError
-from serve.artefacts.artefact import MANIFEST, artefacts_folder, export_run, flaw, load_artefact, record
+from serve.artefacts.artefact import MANIFEST, artefacts_folder, flaw, load_artefact, record
+from serve.artefacts.export import export_run
 from serve.artefacts.tensors import find_nonfinite, read_tensors
 
 pytestmark = pytest.mark.fast

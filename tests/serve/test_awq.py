@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from core.errors import DeadlineExceeded, RunBroken
 from policy.bundled import load_tokenizer
-from serve.artefacts.artefact import Artefact, export_run, flaw, load_artefact
+from serve.artefacts.artefact import Artefact, flaw, load_artefact
+from serve.artefacts.export import export_run
 from serve.artefacts.quantize import packages_folder, quantize
 from serve.artefacts.tensors import find_nonfinite, read_tensors
 from serve.config import QuantizeConfig, ReplicaConfig, ServeConfig

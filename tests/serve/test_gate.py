@@ -9,7 +9,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from core.config import RewardConfig, RewardTerm
-from serve.artefacts.artefact import Artefact, Origin, export_run, flaw, load_artefact, store
+from serve.artefacts.artefact import Artefact, Origin, flaw, load_artefact, store
+from serve.artefacts.export import export_run
 from serve.config import GateConfig, ServeConfig
 from serve.gate.probe import Answers, golden_flaw
 from serve.gate.verdict import decide, judge

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from data.template import template_tokens
 from policy.bundled import load_tokenizer
-from serve.artefacts.artefact import Artefact, export_run, load_artefact
+from serve.artefacts.artefact import Artefact, load_artefact
+from serve.artefacts.export import export_run
 from serve.config import ReplicaConfig, ServeConfig
 from serve.gate.tasks import Tasks
 from serve.gate.verdict import judge

@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 
 from core.errors import RunBroken, UserError
 from policy.bundled import load_tokenizer
-from serve.artefacts.artefact import Artefact, export_run
+from serve.artefacts.artefact import Artefact
+from serve.artefacts.export import export_run
 from serve.artefacts.quantize import check_group_size, check_quantized, quantize, read_calibration
 from serve.config import QuantizeConfig
 

@@ -171,7 +171,7 @@ def test_concurrent_writers_lose_no_change(tmp_path, versions):
 def test_a_kill_at_any_instant_leaves_a_whole_registry(tmp_path, versions):
     generator = random.Random(3)
     seen = 0
-    for _ in range(6):
+    for _ in range(12):
         child = start_writer(tmp_path, 10**6, versions)
         time.sleep(generator.uniform(0.0, 0.12))
         os.kill(child.pid, signal.SIGKILL)

@@ -11,7 +11,8 @@ import psutil
 import pytest
 from fastapi import FastAPI, HTTPException, Request
 
-from serve.artefacts.artefact import Artefact, export_run, record
+from serve.artefacts.artefact import Artefact, record
+from serve.artefacts.export import export_run
 from serve.gateway.metrics import GatewayMetrics
 from serve.gateway.page import page_router
 from serve.registry import Registry

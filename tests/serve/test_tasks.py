@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from core.config import RewardConfig, RewardTerm
-from serve.artefacts.artefact import export_run
+from serve.artefacts.export import export_run
 from serve.gate.tasks import heldout_tasks, score, training_texts
 from tests.serve.trained import ANSWER, tasks_of
 

@@ -5,8 +5,6 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from core.errors import UserError
-
 
 class File(NamedTuple):
     """One file as it must be."""
@@ -15,15 +13,9 @@ class File(NamedTuple):
     sha256: str
 
 
-def seal(folder: Path) -> dict[str, File]:
-    """The files of a folder by name, each made durable and readable by others; UserError where one is not plain."""
-    files = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_symlink() or not path.is_file():
-            raise UserError(f"a sealed folder must hold plain files only, got {path.name}")
-        os.chmod(path, 0o644)
-        files[path.name] = File(path.stat().st_size, _sha256(path, durable=True))
-    return files
+def seal_file(path: Path) -> File:
+    """The file as it is, made durable."""
+    return File(path.stat().st_size, _sha256(path, durable=True))
 
 
 def digest_of(files: dict[str, File]) -> str:
