@@ -120,7 +120,9 @@ def test_it_outlives_the_thread_that_started_it():
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_it_is_gone_with_its_owner_however_that_ends(ending):
     owning = (
-        "import time\nfrom serve.config import CacheConfig\nfrom serve.cache.redis_server import EmbeddedServer\n"
+        "import signal, time\nfrom serve.config import CacheConfig\n"
+        "from serve.cache.redis_server import EmbeddedServer\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "server = EmbeddedServer(CacheConfig())\nprint(server.pid, flush=True)\ntime.sleep(600)\n"
     )
     owner = subprocess.Popen(
