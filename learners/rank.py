@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import distributed
 
+from core.allocator import keep_freed_memory
 from core.config import Config
 from core.trajectory import Group
 from learners.dither import dither_masters, dither_parameters
@@ -49,6 +50,8 @@ class LearnerRank:
     ):
         self.config, self.model_dir, self.rank, self.world_size = config, Path(model_dir), rank, world_size
         learner = config.learner
+        if learner.device == "cpu":
+            keep_freed_memory()
         torch.set_num_threads(learner.threads or max(1, len(os.sched_getaffinity(0)) // world_size))
         self.dtype = resolve_dtype(learner.dtype, learner.device)
         timeout_s = max(config.deadlines.start_s, config.deadlines.learner_s)

@@ -18,6 +18,7 @@ from pydantic import PrivateAttr
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+from core.allocator import keep_freed_memory
 from reward.user_process import die_with_parent
 
 
@@ -33,6 +34,7 @@ class SayingAWQ(AWQModifier):
 
 
 def main(job: dict[str, Any]) -> None:
+    keep_freed_memory()
     torch.set_num_threads(job["num_threads"])
     if not torch.accelerator.is_available():  # without one, pinning memory raises
         IntermediatesCache.pin_memory = lambda *_, **__: None  # type: ignore[method-assign]
