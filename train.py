@@ -13,22 +13,33 @@ from types import FrameType
 
 from core.config import Config, load_config
 from core.errors import RunBroken, UserError
+from learners.group import LearnersLost
 from preparation import describe, is_finished, prepare
 from training_run import Run
 
 
 def train(run: Run) -> None:
-    """Turns the loop from the run's next step to its last."""
+    """Turns the loop from the run's next step to its last; back to the last checkpoint where a learner was lost."""
     run.evaluate_if_due(run.start_step)
-    for step in range(run.start_step, run.num_steps):
-        run.refill(step)  # label, ask: the prompts of at most 1 + max_staleness steps are under way
-        scored = run.collect(step)  # wait for complete, scored groups
-        judged = run.judge(step, scored)  # baselines and advantages
-        learned = run.learn(step, judged)  # one update of the policy
-        run.publish()  # new weights to the rollout workers, mid-answer
-        run.commit(step, judged, learned)  # one durable record: this step happened, with these groups
-        run.evaluate_if_due(step + 1)
-        run.save_if_due(step + 1)
+    step = run.start_step
+    while step < run.num_steps:
+        try:
+            turn(run, step)
+            step += 1
+        except LearnersLost as lost:
+            step = run.recover(lost)
+
+
+def turn(run: Run, step: int) -> None:
+    """One turn of the loop."""
+    run.refill(step)  # label, ask: the prompts of at most 1 + max_staleness steps are under way
+    scored = run.collect(step)  # wait for complete, scored groups
+    judged = run.judge(step, scored)  # baselines and advantages
+    learned = run.learn(step, judged)  # one update of the policy
+    run.publish()  # new weights to the rollout workers, mid-answer
+    run.commit(step, judged, learned)  # one durable record: this step happened, with these groups
+    run.evaluate_if_due(step + 1)
+    run.save_if_due(step + 1)
 
 
 def main(words: list[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from core.config import dump_config
 from core.console import Console
 from core.durable import write_text
 from core.errors import RunBroken, UserError
-from core.ledger import DroppedGroup, Ledger, Reached, RunFacts, TrainedGroup
+from core.ledger import Ledger, RunFacts
 from core.metrics import MetricsLog
 from core.plan import count_parameters
 from data.dataset import digest_of_rows
@@ -32,7 +32,7 @@ from evaluation.heldout import append_evaluation, evaluate
 from evaluation.report import write_report
 from evaluation.summary import step_metrics, summarize
 from grouping.worker import Judgement
-from learners.group import LearnerGroup
+from learners.group import LearnerGroup, LearnersLost
 from policy.bundled import model_digest
 from policy.published import PublishedWeights
 from preparation import Prepared
@@ -62,6 +62,8 @@ class Run:
         self._clock = Clock()
         self._asked: set[int] = set()  # steps whose prompts were sent out
         self._steps_without_signal = 0
+        self._first_grouping = b""  # the grouping worker's state before the first step
+        self._learners_lost = 0  # in a row, without a checkpoint in between
 
     def __enter__(self) -> Self:
         try:
@@ -152,6 +154,7 @@ class Run:
             self.grouper.restore((checkpoint / "grouping.state").read_bytes())
         else:
             self.grouper.fit([prompt.text for prompt in self.prepared.dataset.train])
+            self._first_grouping = self.grouper.state or b""
         self.console.say(f"reward and grouping workers are up after {time.monotonic() - began:.0f} s")
         self.learners.start()
         if checkpoint:
@@ -246,13 +249,9 @@ class Run:
         self.ledger.commit(
             step,
             self.version,
-            [_trained(item, samples) for item in judged.groups if item.ask.group_id in kept],
-            [
-                DroppedGroup(item.ask.epoch, item.ask.prompt.prompt_id, item.ask.attempt, "zero variance")
-                for item in judged.groups
-                if item.ask.group_id not in kept
-            ],
-            [reached for item in judged.groups for reached in _reached(item, step)],
+            [item.trained(samples) for item in judged.groups if item.ask.group_id in kept],
+            [item.dropped("zero variance") for item in judged.groups if item.ask.group_id not in kept],
+            [reached for item in judged.groups for reached in item.reached(step)],
         )
         metrics = step_metrics(
             step, self.version, judged.groups, judged.judgement.metrics, learned, self._clock.seconds
@@ -280,6 +279,7 @@ class Run:
         self.console.phase("saving a checkpoint")
         write_checkpoint(self.run_dir, step, self._fill, self.config.checkpoint.keep)
         self.ledger.checkpoint(step)
+        self._learners_lost = 0
 
     def _fill(self, folder: Path) -> None:
         """Writes everything a resume needs, and the policy as a folder that any tool of the field can load."""
@@ -289,6 +289,44 @@ class Run:
         if state is None:
             raise RunBroken("the grouping worker must have been fitted before a checkpoint is written")
         (folder / "grouping.state").write_bytes(state)
+
+    # -- a lost learner ------------------------------------------------------------------------------------------
+
+    def recover(self, lost: LearnersLost) -> int:
+        """The step to go on from: learners are new and as the last checkpoint has them, all other workers stay up.
+
+        What was trained since is rolled back in the ledger, and what is under way is asked again: it would be of
+        weights that no longer exist. RunBroken with the first cause after cluster.restart_limit losses in a row.
+        """
+        first = lost
+        while True:
+            self._learners_lost += 1
+            if self._learners_lost > self.config.cluster.restart_limit:
+                raise RunBroken(
+                    f"the learners must stay alive, but were lost {self._learners_lost} times without a checkpoint in "
+                    f"between; first cause: {first}; run the same command again to go on from the last checkpoint"
+                ) from lost
+            try:
+                return self._go_back(lost)
+            except LearnersLost as again:
+                lost = again
+
+    def _go_back(self, lost: LearnersLost) -> int:
+        found = newest_checkpoint(self.run_dir)
+        step = found.step if found else 0
+        self.console.say(f"{lost}; new learners go on from {f'the checkpoint of step {step}' if step else 'the start'}")
+        for text in found.warnings if found else []:
+            self.console.say(f"warning: {text}")
+        num_abandoned = self.flow.abandon()
+        self.learners.rebuild()
+        num_rolled_back = self.ledger.roll_back(step)
+        if found:
+            self.learners.load(found.path / "learner")
+        self.grouper.restore((found.path / "grouping.state").read_bytes() if found else self._first_grouping)
+        self._asked.clear()
+        self.publish()
+        self.console.say(f"learners are up again; {num_rolled_back + num_abandoned} groups are asked again")
+        return step
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -304,25 +342,3 @@ class Run:
 
     def _num_replaced(self) -> int:
         return sum(pool.num_replaced for pool in (self.flow.rollouts, self.flow.rewards, self.grouper.pool))
-
-
-def _trained(item: Scored, num_samples: int) -> TrainedGroup:
-    if item.info.num_samples != num_samples:
-        raise RunBroken(f"group {item.ask.group_id} must have {num_samples} samples, got {item.info.num_samples}")
-    return TrainedGroup(
-        item.ask.epoch,
-        item.ask.prompt.prompt_id,
-        item.ask.attempt,
-        item.info.num_samples,
-        item.info.num_tokens,
-        item.info.min_version,
-        item.info.max_version,
-        float(item.rewards.mean()),
-    )
-
-
-def _reached(item: Scored, step: int) -> list[Reached]:
-    ask = item.ask
-    return [
-        Reached(ask.epoch, ask.prompt.prompt_id, ask.attempt, stage, step) for stage in ("asked", "sampled", "scored")
-    ]

@@ -12,6 +12,7 @@ from actors.rollout import Ask
 from cluster.pool import POLL_S, WORKER_GONE, Call, Pool, Say
 from core.config import DeadlineConfig
 from core.errors import DeadlineExceeded, RunBroken
+from core.records import STAGES, DroppedGroup, Reached, TrainedGroup
 from core.trajectory import Group, GroupInfo, Prompt
 
 
@@ -23,6 +24,25 @@ class Scored:
     group: Any  # reference to the Group in the object store
     info: GroupInfo
     rewards: np.ndarray  # [G] float64
+
+    def trained(self, num_samples: int) -> TrainedGroup:
+        """What the ledger records of it once it was trained; RunBroken where it has not num_samples answers."""
+        ask, info = self.ask, self.info
+        if info.num_samples != num_samples:
+            raise RunBroken(f"group {ask.group_id} must have {num_samples} samples, got {info.num_samples}")
+        versions, reward = (info.min_version, info.max_version), float(self.rewards.mean())
+        return TrainedGroup(
+            ask.epoch, ask.prompt.prompt_id, ask.attempt, info.num_samples, info.num_tokens, *versions, reward
+        )
+
+    def dropped(self, reason: str) -> DroppedGroup:
+        """What the ledger records of it where it was not trained."""
+        return DroppedGroup(self.ask.epoch, self.ask.prompt.prompt_id, self.ask.attempt, reason)
+
+    def reached(self, step: int) -> list[Reached]:
+        """The stages it went through, for the ledger."""
+        ask = self.ask
+        return [Reached(ask.epoch, ask.prompt.prompt_id, ask.attempt, stage, step) for stage in STAGES]
 
     def shaped(self, coefficient: float, divergence: np.ndarray) -> "Scored":
         """The group with coefficient x sum of k1 over each answer's tokens taken from its reward."""
@@ -86,6 +106,15 @@ class Flow:
             del self._scored[scored.ask.group_id]
         return sorted(done, key=lambda scored: scored.ask.order)
 
+    def abandon(self) -> int:
+        """Forgets every group under way or not yet collected, and has the engines stop answering; returns how many."""
+        flights, scored = list(self._flights.values()), list(self._scored.values())
+        self._flights.clear()
+        self._scored.clear()
+        for flight in flights:
+            self._pool_of(flight).cancel(flight.call)
+        return len(flights) + len(scored)
+
     def load_weights(self, folder: Path, version: int) -> list[dict[str, float]]:
         """Puts a weight version into every rollout worker, in flight; returns each one's pause."""
         return self.rollouts.ask_all(
@@ -127,11 +156,14 @@ class Flow:
         self.rollouts.close()
         self.rewards.close()
 
+    def _pool_of(self, flight: Flight) -> Pool:
+        return self.rewards if flight.scoring else self.rollouts
+
     def _sent(self, ask: Ask) -> Flight:
         return Flight(ask, self.rollouts.call("sample", ask, num_returns=2))
 
     def _advance(self, flight: Flight) -> None:
-        pool = self.rewards if flight.scoring else self.rollouts
+        pool = self._pool_of(flight)
         try:
             value = ray.get(flight.awaited)
         except WORKER_GONE as error:
@@ -171,7 +203,7 @@ class Flow:
         deadline_s = self.deadlines.reward_s if oldest.scoring else self.deadlines.rollout_s
         if oldest.call.waited_s <= deadline_s:
             return
-        pool = self.rewards if oldest.scoring else self.rollouts
+        pool = self._pool_of(oldest)
         what = "to score a group" if oldest.scoring else "to sample a group"
         overdue = pool.overdue(oldest.call, deadline_s, what)
         pool.replace(oldest.call.worker, oldest.call.handle, overdue)

@@ -123,9 +123,10 @@ async def measure(server: Server, artefact: Artefact, config: ServeConfig) -> No
             rates[name].append(rate)
             seconds[name] += each
     async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
+        body = body_of(0, seed=time.monotonic_ns() % 2**31)
 
         async def same(place: int) -> str:
-            answer = await client.post("/v1/chat/completions", json=body_of(0, seed=time.monotonic_ns() >> 40))
+            answer = await client.post("/v1/chat/completions", json=body)
             return str(answer.headers["x-cache"])
 
         sources = await at_once(100, 100, same)
@@ -160,7 +161,9 @@ def main() -> None:
         registry.compare_and_set(routing.epoch, "benchmark", stable=artefact.digest)
     before = bare_rate(artefact, config)
     with Server(config, print) as server:
-        serve.run(serve.deployment(Constant).bind(), name="constant", route_prefix="/constant")
+        serve.run(
+            serve.deployment(Constant, max_ongoing_requests=1024).bind(), name="constant", route_prefix="/constant"
+        )
         asyncio.run(measure(server, artefact, config))
     after = bare_rate(artefact, config)
     bare = (before + after) / 2

@@ -86,6 +86,11 @@ class Pool:
         if call.handle is call.worker.handle:
             call.worker.replacements = 0
 
+    def cancel(self, call: Call) -> None:
+        """Takes a call back that nobody waits for any more; its worker stops at the next chance."""
+        call.worker.pending = max(0, call.worker.pending - 1)
+        ray.cancel(call.refs[0])
+
     def get(self, call: Call, deadline_s: float, say: Say, what: str) -> Any:
         """The call's first value; waits for the named worker at most deadline_s, then DeadlineExceeded."""
         while not ray.wait([call.refs[0]], timeout=POLL_S, fetch_local=False)[0]:

@@ -9,6 +9,8 @@ from typing import Literal
 
 from core.errors import RunBroken
 
+Stage = Literal["asked", "sampled", "scored"]
+STAGES: tuple[Stage, ...] = ("asked", "sampled", "scored")
 LEDGER = "ledger.sqlite"
 FORMAT = 1
 TABLES = """
@@ -70,7 +72,7 @@ class Reached:
     epoch: int
     prompt_id: str
     attempt: int
-    stage: Literal["asked", "sampled", "scored"]
+    stage: Stage
     at_step: int
 
 

@@ -1,4 +1,4 @@
-"""All learner ranks as one: all are asked at once; the first that dies or falls silent ends the run by name."""
+"""All learner ranks as one: all are asked at once; the first that dies or falls silent is named, and all start anew."""
 
 import socket
 from collections.abc import Sequence
@@ -10,9 +10,13 @@ import ray
 
 from cluster.pool import Call, Pool, Say, WorkerLost
 from core.config import Config
-from core.errors import RunBroken
+from core.errors import DeadlineExceeded, RunBroken
 from core.trajectory import Group
 from learners.rank import LearnerRank
+
+
+class LearnersLost(RunBroken):
+    """A rank died or fell silent: what the ranks held together is gone; LearnerGroup.rebuild and a checkpoint help."""
 
 
 class RankActor:
@@ -74,7 +78,14 @@ class LearnerGroup:
             handle = actor.remote(config, model, int(name.rsplit("-", 1)[1]))
             return handle, handle.address.remote()
 
-        self._pool = Pool("learner", learner.num_ranks, spawn, config.cluster)
+        self._make = lambda: Pool("learner", learner.num_ranks, spawn, config.cluster)
+        self._pool = self._make()
+
+    def rebuild(self) -> None:
+        """Ends every rank, also those that still wait for a dead one, and brings new ones up with the first weights."""
+        self._pool.close()
+        self._pool = self._make()
+        self.start()
 
     def start(self) -> None:
         """Brings all ranks up; waits deadlines.start_s for each."""
@@ -120,7 +131,5 @@ class LearnerGroup:
     def _answers(self, calls: list[Call], deadline_s: float, what: str) -> list[Any]:
         try:
             return self._pool.gather(calls, deadline_s, self._say, what)
-        except WorkerLost as error:
-            raise RunBroken(
-                f"{error} ({what}); run the same command again to go on from the last checkpoint"
-            ) from error
+        except (WorkerLost, DeadlineExceeded) as error:
+            raise LearnersLost(f"{error} ({what})") from error

@@ -77,7 +77,7 @@ def planned_ids(run_dir: Path, num_steps: int) -> dict[int, list[str]]:
     return {step: sorted(ids[row] for _, row in prompts_of_step(config, len(ids), step)) for step in range(num_steps)}
 
 
-def test_one_run_through_kill_9_of_its_driver_of_every_worker_it_can_replace_and_of_the_engine_below_one(start):
+def test_one_run_through_kill_9_of_its_driver_of_every_kind_of_worker_and_of_the_engine_below_one(start):
     settings = ["num_epochs=3", "learner.kl_coefficient=0.02", "learner.warmup_steps=4"]  # 9 steps: 4 + 4 + 2 prompts
     run = start(*settings, "max_staleness=0")
     run.wait_for(lambda: run.steps() >= 3, 240)  # one step beyond the checkpoint of step 2
@@ -86,11 +86,13 @@ def test_one_run_through_kill_9_of_its_driver_of_every_worker_it_can_replace_and
 
     again = start(*settings, "max_staleness=1")
     before = again.steps()
-    for done, title in enumerate(("RewardWorker", "RolloutWorker", "GroupingActor", "EngineCore"), start=1):
+    victims = ("RewardWorker", "RankActor", "RolloutWorker", "GroupingActor", "EngineCore")
+    for done, title in enumerate(victims, start=1):
         again.wait_for(lambda done=done: again.steps() >= before + done, 240)
         again.worker(title).kill()
     assert again.wait(300) == 0, again.text()[-4000:]
     assert "going on from the checkpoint of step" in again.text()
+    assert "new learners go on from the checkpoint of step" in again.text()
 
     proof = audit(run.run_dir)
     assert proof.returncode == 0, proof.stdout + proof.stderr
