@@ -6,6 +6,8 @@ from pathlib import Path
 
 import psutil
 
+from core.machine import memory_used_share
+
 _ACTOR = re.compile(r"ray::(\w+)")
 _NAMES = {
     "RolloutWorker": "rollout",
@@ -44,3 +46,9 @@ def _high_water_bytes(pid: int) -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def memory_metrics() -> dict[str, float]:
+    """For each step: the share of this host's memory in use, and the peak bytes of each kind of process."""
+    peaks = {f"memory_{kind.replace(' ', '_')}_bytes": float(size) for kind, size in peak_memory_bytes().items()}
+    return {"memory_used_share": memory_used_share()} | peaks
