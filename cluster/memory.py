@@ -9,7 +9,7 @@ import psutil
 from core.machine import memory_used_share
 
 _ACTOR = re.compile(r"ray::(\w+)")
-_NAMES = {
+KINDS = {
     "RolloutWorker": "rollout",
     "VLLM": "rollout engine",
     "RewardWorker": "reward",
@@ -36,9 +36,9 @@ def peak_memory_bytes() -> dict[str, int]:
 def _kind(process: psutil.Process) -> str:
     title = " ".join(process.cmdline())
     if title.startswith("VLLM"):
-        return _NAMES["VLLM"]
+        return KINDS["VLLM"]
     match = _ACTOR.match(title)
-    return _NAMES.get(match.group(1), "ray") if match else "ray"
+    return KINDS.get(match.group(1), "ray") if match else "ray"
 
 
 def _high_water_bytes(pid: int) -> int:

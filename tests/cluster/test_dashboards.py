@@ -21,7 +21,8 @@ import httpx
 import pytest
 import ray
 
-from cluster.prometheus import DISCOVERY, OwnMetrics, scrape_config
+from cluster.memory import KINDS
+from cluster.prometheus import ALERTS, DISCOVERY, OwnMetrics, scrape_config
 from cluster.training_metrics import TrainingMetrics
 from serve.gateway.instruments import COUNTERS, GAUGES, HISTOGRAMS, RewardGauge
 from serve.gateway.metrics import GatewayMetrics
@@ -48,7 +49,9 @@ def queries(board: str) -> list[tuple[str, str]]:
 
 
 def training_names() -> set[str]:
-    return set(re.findall(r"ray_grpo_train_(\w+)\{", " ".join(query for _, query in queries("training"))))
+    """The step metrics that the training dashboard and the alerts ask for."""
+    asked = " ".join(query for _, query in queries("training")) + ALERTS.read_text(encoding="utf-8")
+    return set(re.findall(r"ray_grpo_train_(\w+)", asked))
 
 
 class Emitter:
@@ -169,7 +172,7 @@ def test_the_serving_dashboard_leaves_no_metric_out():
 
 
 def test_the_training_dashboard_names_what_a_step_really_holds():
-    folders = ("grouping", "learners", "actors", "evaluation")
+    folders = ("grouping", "learners", "actors", "evaluation", "cluster", "core/watch")
     files = [*(path for folder in folders for path in (ROOT / folder).glob("*.py")), ROOT / "training_run.py"]
     literals = {
         node.value
@@ -183,7 +186,8 @@ def test_the_training_dashboard_names_what_a_step_really_holds():
         for word in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(word, ast.keyword) and word.arg
     }
-    assert training_names() - literals - names - {EVALUATED} == set()
+    memory = {f"memory_{kind.replace(' ', '_')}_bytes" for kind in KINDS.values()}
+    assert training_names() - literals - names - memory - {EVALUATED} == set()
 
 
 @pytest.mark.parametrize("board", sorted(BOARDS))
