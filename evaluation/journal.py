@@ -45,7 +45,7 @@ class Journal:
         """One held-out evaluation after `evaluation.step` steps."""
         append_evaluation(self._config.run_dir, evaluation)
         self._watcher.evaluation(evaluation)
-        self._exported.record({"heldout_accuracy": evaluation.accuracy})
+        self._exported.record({"heldout_accuracy": evaluation.accuracy} | self._watcher.measures())
         self._log(evaluation.step, {"heldout_accuracy": evaluation.accuracy})
         self._console.evaluation(evaluation.step, evaluation.accuracy)
         if self._watching:
@@ -64,7 +64,14 @@ class Journal:
             logger.log(step, numbers)
 
     def _look(self) -> None:
-        """Says each new trouble with its cure."""
+        """Says each new trouble with its cure. A check that fails is said too: a run of days must not end by it."""
         checkpoints = tuple(step for step, _ in list_checkpoints(self._config.run_dir))
-        for finding in self._watcher.news(checkpoints):
-            self._console.say(finding.text())
+        try:
+            for finding in self._watcher.news(checkpoints):
+                self._console.say(finding.text())
+        except Exception as error:
+            self._watching = False
+            self._console.say(
+                f"warning: the checks failed and are left out from here on: {type(error).__name__}: {error}; "
+                f"`python -m cluster.doctor {self._config.run_dir}` shows where"
+            )

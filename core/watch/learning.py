@@ -10,7 +10,7 @@ from itertools import pairwise
 from core.config import Config
 from core.evaluations import Evaluation
 from core.watch.finding import Finding, Severity, cures_of
-from core.watch.history import History
+from core.watch.history import WINDOW, History
 
 # A step's mean of P prompts has a spread of at most std / sqrt(P), as if all answers to a prompt agreed: a healthy run
 # stays at 1 or below (0.9 in the laptop run). By chance twice that: 1 in 1,000 of ten steps, 1 in 50,000 of 20.
@@ -26,6 +26,7 @@ MAX_DECLINE = 2.0
 MAX_DECLINE_OF_ONE = 4.0
 # With the group's own mean as baseline 4 of 5 prompts then teach nothing; the laptop run starts at 0.63.
 MAX_ZERO_VARIANCE = 0.8
+FALLEN = 3.0  # the reward of before over that of now: then the policy broke, and the prompts are not too hard
 # nats: exp(0.15) puts a typical token's probability 16 % off. bfloat16 against bfloat16 stays at 0.01 to 0.05 here.
 MAX_MISMATCH = 0.15
 MISMATCH_GROWTH = 2.0
@@ -93,6 +94,7 @@ def outputs_conservative(run: History) -> Finding | None:
         cures_of(
             run.config,
             learner__kl_coefficient=max(0.02, 2 * learner.kl_coefficient),
+            learner__learning_rate=learner.learning_rate / 2,
             learner__clip_high=max(0.28, learner.clip_high),
             rollout__temperature=max(1.0, rollout.temperature),
         ),
@@ -124,7 +126,7 @@ def heldout_declining(run: History) -> Finding | None:
         return None
     best, last = _best(run), run.evaluations[-1]
     reward, before = run.recent("reward_mean"), run.recent("reward_mean", ago=1)
-    gamed = reward is not None and before is not None and reward >= before
+    gamed = reward is not None and before is not None and reward >= before > 0
     kept = max((step for step in run.checkpoints if step <= best.step), default=None)
     advice = f"the checkpoint of step {kept} is from before the decline" if kept is not None else ""
     learner, checkpoint = run.config.learner, run.config.checkpoint
@@ -159,8 +161,14 @@ def groups_uninformative(run: History) -> Finding | None:
     else:
         if size == 0.0:
             severity = "critical"
+        earlier = History(config, run.steps[:-WINDOW]).series("reward_mean")
+        fallen = bool(earlier) and statistics.fmean(earlier) > FALLEN * reward
+        if fallen:
+            seen += f", {statistics.fmean(earlier):.2f} before"
+            advice = "the policy is broken, and so are its newest checkpoints: use a new run_dir"
         cures = cures_of(
             config,
+            **({"learner__learning_rate": config.learner.learning_rate / 2} if fallen else {}),
             rollout__temperature=max(1.0, round(1.2 * config.rollout.temperature, 2)),
             grouping__baseline="semantic",
             rollout__samples_per_prompt=2 * config.rollout.samples_per_prompt,

@@ -150,6 +150,22 @@ def test_every_panel_finds_what_the_projects_own_classes_count(emitter, promethe
         assert not answers(client, "ray_grpo_train_icc_nan")
 
 
+def test_the_alerts_are_judged_on_what_ray_really_shows(emitter, prometheus):
+    """All step metrics are 0.5: that is too much for two alerts, whatever their windows."""
+    due = {"LabelsChurning", "ClustersLopsided"}
+    emitter.training.record({"num_clusters": 8.0, "cluster_size_max": 300.0, "texts_known": 400.0, "label_churn": 0.5})
+    found: set[str] = set()
+    until = time.monotonic() + LIMIT_S
+    with httpx.Client(base_url=prometheus, timeout=10, trust_env=False) as client:
+        while not due <= found and time.monotonic() < until:
+            time.sleep(1)
+            (group,) = client.get("/api/v1/rules").json()["data"]["groups"]
+            assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}, group
+            found = {rule["name"] for rule in group["rules"] if rule["state"] in ("pending", "firing")}
+    assert due <= found
+    assert "TopicsFading" not in found  # a lift of 0.5 that has not fallen
+
+
 def test_the_gateways_own_metrics_page_shows_ours_and_nothing_of_the_machines(emitter):
     async def read() -> str:
         return await OwnMetrics().text()

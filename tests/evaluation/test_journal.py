@@ -71,3 +71,13 @@ def test_an_evaluation_is_written_and_looked_at_at_once(tmp_path):
     # 0.9 to 0.4 is 6.9 errors; one evaluation counts half of it, which is above 2.
     assert troubles(stream.getvalue().splitlines()) == [(3, "heldout_declining")]
     assert [one.step for one in read_evaluations(tmp_path)] == [0, 8, 16, 20]
+
+
+def test_a_check_that_fails_is_said_once_and_ends_nothing(tmp_path, monkeypatch):
+    def fail(_: object) -> list:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("core.watch.watcher.examine", fail)
+    lines = told(tmp_path, range(20))
+    assert [line for line in lines if "the checks failed" in line] == [lines[5]]
+    assert len(read_metrics(tmp_path)) == 20

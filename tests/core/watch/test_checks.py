@@ -166,6 +166,15 @@ def test_groups_without_signal_are_worse_without_any_advantage_and_harmless_when
     assert "new run_dir" in solved.text()
 
 
+def test_groups_without_signal_after_better_ones_are_a_policy_that_broke():
+    broken = {"zero_variance_share": [0.4] * 5 + [1.0] * 5, "reward_mean": [0.3] * 5 + [0.0] * 5}
+    (finding,) = examine(history(0, broken))
+    assert finding.cures[0].key == "learner.learning_rate"
+    assert "0.30 before" in finding.seen
+    (finding,) = examine(history(0, {"zero_variance_share": [1.0] * 10, "reward_mean": [0.05] * 10}))
+    assert finding.cures[0].key == "rollout.temperature"
+
+
 def test_a_share_of_cut_answers_that_falls_is_a_policy_that_learns_to_stop():
     falling = [0.9] * 5 + [0.7] * 5 + [0.5] * 5
     assert found(history(0, {"truncated_share": falling})) == []
