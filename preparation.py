@@ -10,6 +10,7 @@ from core.machine import Machine, read_machine
 from core.plan import Plan, check_context, make_plan
 from data.dataset import Dataset, load_dataset
 from data.schedule import num_steps_of
+from evaluation.loggers import check_loggers
 from grouping.embeddings import find_encoder
 from policy.bundled import load_tokenizer, resolve_model
 from reward.worker import RewardWorker
@@ -35,6 +36,7 @@ def prepare(config: Config) -> Prepared:
     dataset = load_dataset(config, load_tokenizer(model))
     check_rewards(config, dataset)
     check_encoder(config)
+    check_loggers(config)
     num_steps = num_steps_of(config, len(dataset.train))
     plan = make_plan(config, machine, model, len(dataset.train), num_steps, dataset.notes)
     if config.cluster.address is None:

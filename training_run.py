@@ -16,7 +16,6 @@ from actors.grouper import Grouper
 from actors.rollout import Ask
 from cluster.memory import peak_memory_bytes
 from cluster.session import Session, end_session, start_session
-from cluster.training_metrics import TrainingMetrics
 from core.checkpoint import newest_checkpoint, write_checkpoint
 from core.clock import Clock
 from core.config import dump_config
@@ -24,11 +23,11 @@ from core.console import Console
 from core.durable import write_text
 from core.errors import RunBroken, UserError
 from core.ledger import Ledger, RunFacts
-from core.metrics import MetricsLog
 from core.plan import count_parameters
 from data.dataset import digest_of_rows
 from data.schedule import prompts_of_step
-from evaluation.heldout import append_evaluation, evaluate
+from evaluation.heldout import evaluate
+from evaluation.journal import Journal
 from evaluation.report import write_report
 from evaluation.summary import step_metrics, summarize
 from grouping.worker import Judgement
@@ -111,8 +110,6 @@ class Run:
         rolled_back = self.ledger.roll_back(self.start_step)
         if rolled_back:
             self.console.say(f"{rolled_back} groups trained after the last checkpoint are rolled back and asked again")
-        self._metrics = MetricsLog(self.run_dir)
-        self._cleanup.append(self._metrics.close)
         self._start_workers(found.path if found else None)
 
     def _greet(self, warnings: list[str]) -> None:
@@ -128,8 +125,8 @@ class Run:
         self._cleanup.append(end_session)
         session = start_session(config.cluster, machine)
         self._check_cluster(session)
-        self._exported = TrainingMetrics(self.run_dir.name)
-        self._cleanup.append(self._exported.close)
+        self._journal = Journal(config, self.console, self.start_step)
+        self._cleanup.append(self._journal.close)
         self.console.say(f"Ray dashboard: {session.dashboard or 'none'}")
         self.version = self.ledger.version_at_start()
         self._published = PublishedWeights(self.run_dir, 4 * count_parameters(model))
@@ -258,19 +255,14 @@ class Run:
         )
         metrics |= {"seconds": time.monotonic() - self._clock.started, "groups_trained": len(kept)}
         metrics |= {"groups_dropped": len(judged.groups) - len(kept), "workers_replaced": self._num_replaced()}
-        self._metrics.append(metrics)
-        self._exported.record(metrics)
-        self.console.step(metrics)
+        self._journal.step(metrics)
 
     def evaluate_if_due(self, step: int) -> None:
         """Held-out accuracy at the start, every evaluation.every steps, and at the end."""
         every, last = self.config.evaluation.every, self.num_steps
         if (step % every and step != last) or (step and step == self.start_step):
             return
-        evaluation = evaluate(step, self.flow, self.prepared.dataset.heldout, self.config)
-        append_evaluation(self.run_dir, evaluation)
-        self._exported.record({"heldout_accuracy": evaluation.accuracy})
-        self.console.evaluation(step, evaluation.accuracy)
+        self._journal.evaluation(evaluate(step, self.flow, self.prepared.dataset.heldout, self.config))
 
     def save_if_due(self, step: int) -> None:
         """A checkpoint every checkpoint.every steps, and at the end."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from core.config import Config
-from core.trajectory import Group, GroupInfo, Prompt
+from core.trajectory import Group, GroupInfo, Prompt, distinct_pairs, distinct_share
 from policy.engine import Answer, Engine, set_engine_environment
 
 
@@ -122,6 +122,8 @@ def describe(group: Group, worker: str, seconds: float) -> GroupInfo:
         num_tokens=group.num_tokens,
         num_truncated=sum(reason == "length" for reason in group.finish_reason),
         num_distinct=len({group.answer_tokens(sample).tobytes() for sample in range(group.num_samples)}),
+        distinct_1=distinct_share(group.tokens),
+        distinct_2=distinct_pairs(group),
         min_version=int(group.version.min(initial=2**31 - 1)),
         max_version=int(group.version.max(initial=0)),
         cluster=group.cluster,

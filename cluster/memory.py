@@ -6,8 +6,10 @@ from pathlib import Path
 
 import psutil
 
+from core.machine import memory_used_share
+
 _ACTOR = re.compile(r"ray::(\w+)")
-_NAMES = {
+KINDS = {
     "RolloutWorker": "rollout",
     "VLLM": "rollout engine",
     "RewardWorker": "reward",
@@ -34,9 +36,9 @@ def peak_memory_bytes() -> dict[str, int]:
 def _kind(process: psutil.Process) -> str:
     title = " ".join(process.cmdline())
     if title.startswith("VLLM"):
-        return _NAMES["VLLM"]
+        return KINDS["VLLM"]
     match = _ACTOR.match(title)
-    return _NAMES.get(match.group(1), "ray") if match else "ray"
+    return KINDS.get(match.group(1), "ray") if match else "ray"
 
 
 def _high_water_bytes(pid: int) -> int:
@@ -44,3 +46,9 @@ def _high_water_bytes(pid: int) -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def memory_metrics() -> dict[str, float]:
+    """For each step: the share of this host's memory in use, and the peak bytes of each kind of process."""
+    peaks = {f"memory_{kind.replace(' ', '_')}_bytes": float(size) for kind, size in peak_memory_bytes().items()}
+    return {"memory_used_share": memory_used_share()} | peaks

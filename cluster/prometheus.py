@@ -20,6 +20,7 @@ from ray.exceptions import RayError
 PREFIX = "ray_grpo_"  # Ray puts ray_ before a metric's own name
 DISCOVERY = "prom_metrics_service_discovery.json"  # Ray writes it every few seconds: the agents of the alive nodes
 INTERVAL_S = 5
+ALERTS = Path(__file__).resolve().parent / "dashboards" / "training_alerts.yaml"
 TIMEOUT_S = 3.0  # for all agents; one that is silent is left out
 _COMMENT = re.compile(r"# (?:HELP|TYPE) (\S+)")
 _LABEL = re.compile(r'(\w+)="(?:[^"\\]|\\.)*"')
@@ -27,11 +28,12 @@ _OF_RAY = {"Component", "JobId", "NodeAddress", "NodeId", "SessionName", "Versio
 
 
 def scrape_config(discovery: Path, interval_s: int = INTERVAL_S) -> str:
-    """Prometheus's configuration, as YAML, that follows the nodes named in Ray's service-discovery file."""
+    """Prometheus's configuration, as YAML: the nodes that Ray's service-discovery file names, and a run's alerts."""
     return f"""# Follows Ray's own list of its nodes: nodes that come and go need no change here.
 global:
   scrape_interval: {interval_s}s
   evaluation_interval: {interval_s}s
+rule_files: [{json.dumps(str(ALERTS))}]
 scrape_configs:
   - job_name: ray
     file_sd_configs:

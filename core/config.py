@@ -4,37 +4,18 @@
 UserError with one sentence (nearest known name for a typo). Each folder of the project has its own section.
 """
 
-import os
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from core.config_text import Loader, apply_override, has_inner, sentence
 from core.errors import UserError
+from core.section import Section
 
 DType = Literal["auto", "float32", "bfloat16"]
 MIN_STORE_BYTES = 75 << 20  # Ray refuses less
-LONGEST_NAME = 255  # bytes of a file's name on every usual file system
-LONGEST_PATH = 3000  # Linux takes 4095 with what stands before it and what a run puts inside
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @field_validator("*")
-    @classmethod
-    def _usable_path(cls, value: Any) -> Any:
-        """No shell expands the ~ in run_dir=~/runs; a name that no file can have is said here."""
-        if not isinstance(value, Path):
-            return value
-        too_long = any(len(os.fsencode(part)) > LONGEST_NAME for part in value.parts) or len(str(value)) > LONGEST_PATH
-        if "\0" in str(value) or too_long:
-            raise ValueError(
-                f"a path must have no NUL character, no name above {LONGEST_NAME} bytes and at most {LONGEST_PATH}"
-            )
-        return Path(os.path.expanduser(value))
 
 
 class ArithmeticConfig(Section):
@@ -181,6 +162,19 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1, description="newest checkpoints kept")
 
 
+class WatchConfig(Section):
+    """The checks of core/watch during the run; `python -m cluster.doctor RUN_DIR` runs them on its folder."""
+
+    every: int = Field(5, ge=0, description="steps between two looks; 0: none")
+
+
+class LoggingConfig(Section):
+    """Who gets the metrics besides metrics.jsonl and Prometheus; each logger needs its package."""
+
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    project: str = Field("grpo", min_length=1, description="wandb's project, mlflow's experiment")
+
+
 class DeadlineConfig(Section):
     """Seconds after which a wait ends the run with the name of who was waited for."""
 
@@ -216,6 +210,8 @@ class Config(Section):
     learner: LearnerConfig = LearnerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watch: WatchConfig = WatchConfig()
+    logging: LoggingConfig = LoggingConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
     cluster: ClusterConfig = ClusterConfig()
 

@@ -43,6 +43,13 @@ class Machine:
         return bool(self.cpu_flags & {"avx512_bf16", "amx_bf16"})
 
 
+# (limit, usage, cached files in memory.stat) of control groups of version 2 and of version 1
+_MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
 @dataclass(frozen=True)
 class Need:
     """What a run asks for; 0 asks for nothing."""
@@ -57,8 +64,8 @@ class Need:
 def read_machine(disk_path: Path = Path(), root: Path = DEFAULT_ROOT) -> Machine:
     """The Machine as it is now, with the free space of the disk that holds `disk_path`; `root` is for tests."""
     limit = _smallest(root, "memory", ("memory.max", "memory.limit_in_bytes"))
-    meminfo = dict(re.findall(r"^(\w+):\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE))
-    total, available = (int(meminfo.get(name, 0)) * 1024 for name in ("MemTotal", "MemAvailable"))
+    meminfo = _meminfo(root)
+    total, available = (meminfo.get(name, 0) for name in ("MemTotal", "MemAvailable"))
     shm = shutil.disk_usage(root / "dev/shm") if (root / "dev/shm").is_dir() else None
     existing = next(place for place in (disk_path.absolute(), *disk_path.absolute().parents) if place.exists())
     return Machine(
@@ -74,6 +81,26 @@ def read_machine(disk_path: Path = Path(), root: Path = DEFAULT_ROOT) -> Machine
         disk_free_bytes=shutil.disk_usage(existing).free,
         cpu_flags=frozenset(_WATCHED_FLAGS) & frozenset(_text(root / "proc/cpuinfo").split()),
     )
+
+
+def memory_used_share(root: Path = DEFAULT_ROOT) -> float:
+    """The share of memory in use: of the machine, or of the tightest container limit, whichever is nearer its end."""
+    meminfo = _meminfo(root)
+    shares = [1 - meminfo.get("MemAvailable", 0) / meminfo["MemTotal"]] if meminfo.get("MemTotal") else []
+    for folder in _control_groups(root, "memory"):
+        for limit, usage, cache in _MEMORY_FILES:
+            texts = [_text(folder / name).strip() for name in (limit, usage)]
+            if all(text.isdigit() for text in texts) and int(texts[0]):
+                # The kernel gives cached files back before it kills; without this every long run would look full.
+                freed = re.search(rf"^{cache} (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+                shares.append((int(texts[1]) - int(freed[1] if freed else 0)) / int(texts[0]))
+    return min(1.0, max([0.0, *shares]))
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    """Bytes of each line of /proc/meminfo."""
+    lines = re.findall(r"^(\w+):\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    return {name: int(size) * 1024 for name, size in lines}
 
 
 def resolve_dtype(

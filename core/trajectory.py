@@ -91,11 +91,28 @@ class GroupInfo:
     num_tokens: int
     num_truncated: int  # answers that ended by length
     num_distinct: int  # different answers among the G
+    distinct_1: float  # different tokens as a share of the group's tokens; nan where there is none
+    distinct_2: float  # the same of pairs of neighbouring tokens: distinct-n of Li et al. 2016 (1510.03055)
     min_version: int
     max_version: int
     cluster: int
     cluster_version: int
     seconds: float  # from ask to last token
+
+
+def distinct_pairs(group: Group) -> float:
+    """Different pairs of neighbouring tokens as a share of all such pairs of a group's answers; nan without a pair."""
+    tokens = group.tokens.astype(np.int64)
+    pairs = (tokens[:-1] << 32) | tokens[1:]
+    inside = np.ones(max(0, len(tokens) - 1), bool)
+    borders = group.offsets[1:-1] - 1  # the last token of one answer and the first of the next are no pair
+    inside[borders[(borders >= 0) & (borders < len(inside))]] = False
+    return distinct_share(pairs[inside])
+
+
+def distinct_share(values: np.ndarray) -> float:
+    """Different values as a share of all [N]; nan of none."""
+    return len(np.unique(values)) / len(values) if len(values) else float("nan")
 
 
 def _check(holds: bool, what: str, group_id: str) -> None:

@@ -18,9 +18,10 @@ from core.checkpoint import newest_checkpoint
 from core.config import Config, load_config
 from core.console import Console
 from core.errors import RunBroken, UserError
+from core.evaluations import Evaluation
 from core.machine import read_machine
 from data.dataset import load_dataset
-from evaluation.heldout import Evaluation, evaluate
+from evaluation.heldout import evaluate
 from policy.bundled import load_tokenizer, resolve_model
 
 

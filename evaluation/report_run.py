@@ -11,10 +11,10 @@ import yaml
 
 from core.console import finite
 from core.errors import UserError
+from core.evaluations import EVALUATIONS
 from core.metrics import METRICS, SUMMARY, read_metrics
 
 CONFIG = "config.yaml"
-EVALUATIONS = "evaluations.jsonl"
 CLUSTERS = "clusters.json"
 _Z = 1.959964  # of the normal distribution's 97.5th percentile: a two-sided 95% interval
 

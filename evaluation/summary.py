@@ -1,5 +1,6 @@
 """The numbers of a run: one object a step for metrics.jsonl, one object a run for summary.json."""
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,8 +11,8 @@ import numpy as np
 from actors.flow import Scored
 from core.config import Config
 from core.errors import RunBroken
+from core.evaluations import EVALUATIONS, read_evaluations
 from core.metrics import read_metrics, write_summary
-from evaluation.heldout import EVALUATIONS, read_evaluations
 
 
 def step_metrics(
@@ -26,6 +27,7 @@ def step_metrics(
     rewards = np.concatenate([item.rewards for item in groups])
     num_samples = sum(item.info.num_samples for item in groups)
     num_tokens = sum(item.info.num_tokens for item in groups)
+    num_distinct = sum(item.info.num_distinct for item in groups)
     slowest_s = max(item.info.seconds for item in groups)
     return {
         "step": step,
@@ -34,7 +36,10 @@ def step_metrics(
         "reward_std": float(rewards.std()),
         "answer_tokens_mean": num_tokens / num_samples,
         "truncated_share": sum(item.info.num_truncated for item in groups) / num_samples,
-        "distinct_share": sum(item.info.num_distinct for item in groups) / num_samples,
+        "distinct_share": num_distinct / num_samples,
+        "new_answers_share": (num_distinct - len(groups)) / max(1, num_samples - len(groups)),
+        "distinct_1": _mean([item.info.distinct_1 for item in groups]),
+        "distinct_2": _mean([item.info.distinct_2 for item in groups]),
         "samples": num_samples,
         "rollout_tokens": num_tokens,
         "rollout_tokens_per_s": num_tokens / slowest_s if slowest_s > 0 else 0.0,
@@ -73,6 +78,12 @@ def summarize(run_dir: Path, config: Config, peak_memory_bytes: Mapping[str, int
     }
     write_summary(run_dir, summary)
     return summary
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean of those that are numbers: a group of empty answers has no pairs of tokens."""
+    known = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(known) if known else math.nan
 
 
 def _median(lines: Iterable[Mapping[str, Any]], key: str) -> float | None:

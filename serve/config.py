@@ -5,7 +5,8 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from core.config import ClusterConfig, DType, Section
+from core.config import ClusterConfig, DType
+from core.section import Section
 
 GROUP_SIZES = (32, 64, 128)  # that vLLM's kernels serve
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

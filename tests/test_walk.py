@@ -35,6 +35,7 @@ def test_a_prompt_walks_from_the_data_to_the_ledger(tmp_path):
         2,
         [0, 2, 5],
     )
+    assert (info.distinct_1, info.distinct_2) == (4 / 5, 1.0)  # token 2 stands twice; the pairs all differ
     rewards = RewardWorker(config.reward).score(group)
     assert rewards == [1.0, 0.0]
     advantages = prompt_advantages(np.array(rewards), "dr_grpo", 0.0)  # r - mean

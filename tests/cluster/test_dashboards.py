@@ -21,7 +21,8 @@ import httpx
 import pytest
 import ray
 
-from cluster.prometheus import DISCOVERY, OwnMetrics, scrape_config
+from cluster.memory import KINDS
+from cluster.prometheus import ALERTS, DISCOVERY, OwnMetrics, scrape_config
 from cluster.training_metrics import TrainingMetrics
 from serve.gateway.instruments import COUNTERS, GAUGES, HISTOGRAMS, RewardGauge
 from serve.gateway.metrics import GatewayMetrics
@@ -48,7 +49,9 @@ def queries(board: str) -> list[tuple[str, str]]:
 
 
 def training_names() -> set[str]:
-    return set(re.findall(r"ray_grpo_train_(\w+)\{", " ".join(query for _, query in queries("training"))))
+    """The step metrics that the training dashboard and the alerts ask for."""
+    asked = " ".join(query for _, query in queries("training")) + ALERTS.read_text(encoding="utf-8")
+    return set(re.findall(r"ray_grpo_train_(\w+)", asked))
 
 
 class Emitter:
@@ -147,6 +150,22 @@ def test_every_panel_finds_what_the_projects_own_classes_count(emitter, promethe
         assert not answers(client, "ray_grpo_train_icc_nan")
 
 
+def test_the_alerts_are_judged_on_what_ray_really_shows(emitter, prometheus):
+    """All step metrics are 0.5: that is too much for two alerts, whatever their windows."""
+    due = {"LabelsChurning", "ClustersLopsided"}
+    emitter.training.record({"num_clusters": 8.0, "cluster_size_max": 300.0, "texts_known": 400.0, "label_churn": 0.5})
+    found: set[str] = set()
+    until = time.monotonic() + LIMIT_S
+    with httpx.Client(base_url=prometheus, timeout=10, trust_env=False) as client:
+        while not due <= found and time.monotonic() < until:
+            time.sleep(1)
+            (group,) = client.get("/api/v1/rules").json()["data"]["groups"]
+            assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}, group
+            found = {rule["name"] for rule in group["rules"] if rule["state"] in ("pending", "firing")}
+    assert due <= found
+    assert "TopicsFading" not in found  # a lift of 0.5 that has not fallen
+
+
 def test_the_gateways_own_metrics_page_shows_ours_and_nothing_of_the_machines(emitter):
     async def read() -> str:
         return await OwnMetrics().text()
@@ -169,7 +188,7 @@ def test_the_serving_dashboard_leaves_no_metric_out():
 
 
 def test_the_training_dashboard_names_what_a_step_really_holds():
-    folders = ("grouping", "learners", "actors", "evaluation")
+    folders = ("grouping", "learners", "actors", "evaluation", "cluster", "core/watch")
     files = [*(path for folder in folders for path in (ROOT / folder).glob("*.py")), ROOT / "training_run.py"]
     literals = {
         node.value
@@ -183,7 +202,8 @@ def test_the_training_dashboard_names_what_a_step_really_holds():
         for word in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(word, ast.keyword) and word.arg
     }
-    assert training_names() - literals - names - {EVALUATED} == set()
+    memory = {f"memory_{kind.replace(' ', '_')}_bytes" for kind in KINDS.values()}
+    assert training_names() - literals - names - memory - {EVALUATED} == set()
 
 
 @pytest.mark.parametrize("board", sorted(BOARDS))

@@ -13,6 +13,7 @@ from core.machine import (
     Need,
     complaints,
     dtype_warning,
+    memory_used_share,
     notes,
     object_store_bytes,
     read_machine,
@@ -99,6 +100,29 @@ def test_no_limit_is_no_limit_in_either_version(tmp_path, monkeypatch):
     }
     machine = read_machine(tmp_path, root=lay(tmp_path, files))
     assert (machine.num_cores, machine.memory_bytes) == (3, 8 * GIB)
+
+
+def test_the_share_of_memory_in_use_is_of_the_machine_or_of_the_tightest_limit(tmp_path):
+    assert memory_used_share(lay(tmp_path, {})) == 0.5  # 8 of 16 GiB available
+    second = {
+        "proc/self/cgroup": "0::/job\n",
+        "sys/fs/cgroup/job/memory.max": "1000\n",
+        "sys/fs/cgroup/job/memory.current": "950\n",
+        "sys/fs/cgroup/job/memory.stat": "anon 700\ninactive_file 150\n",  # cached files, given back when asked for
+        "sys/fs/cgroup/memory.max": "max\n",
+        "sys/fs/cgroup/memory.current": "999\n",
+    }
+    assert memory_used_share(lay(tmp_path / "2", second)) == 0.8
+    first = {
+        "proc/self/cgroup": "4:memory:/docker/abc\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "1000",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "900",
+        "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 200\n",
+    }
+    assert memory_used_share(lay(tmp_path / "1", first)) == 0.7
+    unlimited = first | {"sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"}
+    assert memory_used_share(lay(tmp_path / "0", unlimited)) == 0.5
+    assert memory_used_share(tmp_path / "nothing") == 0.0
 
 
 def test_less_than_one_core_is_still_one(tmp_path):

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 
-from core.trajectory import Group
+from core.trajectory import Group, distinct_pairs, distinct_share
 
 pytestmark = pytest.mark.fast
 
@@ -80,3 +80,30 @@ def test_a_group_survives_the_way_to_another_process():
         np.testing.assert_array_equal(getattr(back, name), getattr(made, name))
         assert getattr(back, name).dtype == getattr(made, name).dtype
     assert (back.text, back.finish_reason, back.group_id) == (made.text, made.finish_reason, made.group_id)
+
+
+def test_distinct_n_counts_pairs_inside_answers_only():
+    # Answers 1 2 1, (none), 1 2 and 3: pairs 12 21 | 12, so two of three differ; tokens 1 2 1 1 2 3: three of six.
+    made = group(
+        tokens=np.array([1, 2, 1, 1, 2, 3], np.int32),
+        offsets=np.array([0, 3, 3, 5, 6], np.int64),
+        behavior_logprobs=np.zeros(6, np.float32),
+        version=np.zeros(6, np.int32),
+        finish_reason=("stop",) * 4,
+        loss_mask=np.ones(6, bool),
+        text=("a",) * 4,
+    )
+    assert distinct_pairs(made) == 2 / 3
+    assert distinct_share(made.tokens) == 0.5
+
+
+def test_distinct_n_of_nothing_is_nan():
+    empty = group(
+        tokens=np.zeros(0, np.int32),
+        offsets=np.zeros(3, np.int64),
+        behavior_logprobs=np.zeros(0, np.float32),
+        version=np.zeros(0, np.int32),
+        loss_mask=np.zeros(0, bool),
+    )
+    assert np.isnan(distinct_pairs(empty))
+    assert np.isnan(distinct_share(empty.tokens))
