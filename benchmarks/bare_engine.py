@@ -24,7 +24,9 @@ async def rates(folder: Path, config: ServeConfig) -> list[float]:
 
     tokenizer = load_tokenizer(folder)
     prompts = [template_tokens(tokenizer, [{"role": "user", "content": prompt}]) for prompt in PROMPTS]
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, output_kind=RequestOutputKind.FINAL_ONLY)
+    params = SamplingParams(
+        temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(config.replica, folder, config.seed)))
     found = []
     for number in range(NUM_ROUNDS + 1):

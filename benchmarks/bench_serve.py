@@ -28,8 +28,8 @@ from serve.registry import Registry
 from serve.server import Server
 
 NUM_CLIENTS = 32
-NUM_REQUESTS = 128
-MAX_TOKENS = 64
+NUM_REQUESTS = 96
+MAX_TOKENS = 128  # of each answer exactly: ignore_eos
 NUM_HITS = 2000
 NUM_ROUNDS = 3
 PROMPTS = [f"Write one sentence about the number {number}." for number in range(NUM_REQUESTS)]
@@ -57,7 +57,7 @@ async def at_once(num_clients: int, num_requests: int, one: Callable[[int], Awai
 
 def body_of(number: int, **fields: Any) -> dict[str, Any]:
     asked = {"model": "policy", "messages": [{"role": "user", "content": PROMPTS[number % len(PROMPTS)]}]}
-    return asked | {"max_tokens": MAX_TOKENS, "temperature": 0} | fields
+    return asked | {"max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True} | fields
 
 
 async def gateway_rate(url: str, stream: bool) -> float:

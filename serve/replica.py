@@ -11,7 +11,9 @@ from policy.engine import end_with_processes, set_engine_environment
 from serve.artefacts.artefact import artefacts_folder, flaw
 from serve.config import ReplicaConfig, ServeConfig
 
-PIECE_INTERVAL_S = 0.03  # pieces of one stream that come faster are sent together: every message costs CPU
+# Pieces of one stream that come faster are sent together: every message costs CPU in four processes.
+MIN_PIECE_INTERVAL_S, MAX_PIECE_INTERVAL_S = 0.03, 0.2
+PIECE_INTERVAL_PER_STREAM_S = 0.005  # all streams of a replica send at most 200 messages a second
 
 
 def engine_arguments(config: ReplicaConfig, folder: Path, seed: int = 0) -> dict[str, Any]:
@@ -41,12 +43,18 @@ def engine_arguments(config: ReplicaConfig, folder: Path, seed: int = 0) -> dict
     return arguments
 
 
+def piece_interval_s(num_streams: int) -> float:
+    """Seconds between two messages of one stream, where a replica has so many."""
+    return min(MAX_PIECE_INTERVAL_S, max(MIN_PIECE_INTERVAL_S, PIECE_INTERVAL_PER_STREAM_S * num_streams))
+
+
 class Replica:
     """Serves the artefact of one digest for as long as it lives. serve/application.py makes it a deployment."""
 
     async def __init__(self, config: ServeConfig, digest: str) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         """Loads the weights once every file matches its hash, and draws a token. RunBroken where one does not."""
         self.digest = digest
+        self._num_streams = 0
         folder = artefacts_folder(config.serve_dir) / digest
         wrong = flaw(folder)
         if wrong is not None:
@@ -68,15 +76,19 @@ class Replica:
         return last
 
     async def stream(self, prompt: list[int], params: Any, request_id: str) -> AsyncIterator[list[Any]]:
-        """The answer's pieces, in batches."""
+        """The answer's pieces, in batches: the first at once, the others the larger the more streams there are."""
         batch: list[Any] = []
         sent = 0.0
-        async for output in self._llm.generate({"prompt_token_ids": prompt}, params, request_id):
-            output.prompt_token_ids = []
-            batch.append(output)
-            if output.finished or time.monotonic() - sent >= PIECE_INTERVAL_S:
-                yield batch
-                batch, sent = [], time.monotonic()
+        self._num_streams += 1
+        try:
+            async for output in self._llm.generate({"prompt_token_ids": prompt}, params, request_id):
+                output.prompt_token_ids = []
+                batch.append(output)
+                if output.finished or time.monotonic() - sent >= piece_interval_s(self._num_streams):
+                    yield batch
+                    batch, sent = [], time.monotonic()
+        finally:
+            self._num_streams -= 1
 
     async def check_health(self) -> None:
         """Asked by Ray Serve; raises where the engine is dead."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import signal
 from collections.abc import Callable
 from types import TracebackType
@@ -35,6 +36,7 @@ class Server:
 
     def __enter__(self) -> Self:
         """Returns when the gateway answers. RunBroken where no version is registered."""
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # what a person needs of it, is said below
         try:
             session = start_session(self._config.cluster, read_machine())
             self._say(f"Ray dashboard: {session.dashboard or 'none'}")
